@@ -713,6 +713,7 @@ def test_alternatives_say_how_fast_they_are(capsys: pytest.CaptureFixture[str]) 
     assert run(["plan", "pretrain-causal", "--preset", "standard", "--vram", "1.5"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("or  ")]
     assert any(line.endswith("; training is unchanged; slower") for line in rows), rows
+    assert all(re.search(r": ~[\d.]+ [MG]iB, between [\d.]+ [MG]iB and [\d.]+ [MG]iB; ", line) for line in rows), rows
 
 
 def test_in_chinese_no_comma_and_no_bracket_is_of_half_width(
