@@ -339,5 +339,6 @@ def _no_supervisor(folder: RunFolder, error: OSError | None) -> MemtopError:
     why = "" if absent else f" ({(error and error.strerror) or error})"
     return NotRunningError(
         f"run {folder.name!r}: it has no supervisor{why}; "
-        f"`memtop show {folder.name}` shows how it ended, `memtop restart {folder.name}` continues it"
+        f"`memtop show {folder.name}` shows how it ended, `memtop restart {folder.name}` starts it again, "
+        "from what it has saved if it can"
     )

@@ -289,7 +289,8 @@ def test_a_socket_whose_owner_died_is_one_clear_line(runs: Runs) -> None:
     with pytest.raises(NotRunningError) as raised:
         ask(find_run("a", runs.path), lambda number: Stop(id=number))
     assert str(raised.value) == (
-        "run 'a': it has no supervisor; `memtop show a` shows how it ended, `memtop restart a` continues it"
+        "run 'a': it has no supervisor; `memtop show a` shows how it ended, `memtop restart a` starts it again, "
+        "from what it has saved if it can"
     )
 
 
