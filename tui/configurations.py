@@ -25,7 +25,7 @@ from memtop.tui.keymap import no_changes, restart_in_progress
 from memtop.tui.line import MUTED, STRONG, Heading, Line, cell, fact, fit, foreign, join, join_fitting, line, wrap
 from memtop.tui.line_list import Entry, LineList, ListContent
 from memtop.tui.panel import LinePanel
-from memtop.tui.restart_own import why_not_back
+from memtop.tui.restart_own import where_own_resumes, why_not_back
 from memtop.tui.restart_plan import nothing_left_with, where_it_goes_on, where_it_resumes
 from memtop.tui.screen import ConfirmDialog, Dashboard, FullScreen, KeyLine, named
 from memtop.tui.store import Store
@@ -339,7 +339,7 @@ def consequences(row: Configuration, store: Store, *, with_state: bool) -> list[
         if _length_of(row.settings) != _length_of(now.settings if now is not None else None):
             lines.append("The run gets the length of that time again, unless nothing would be left to train.")
     elif run is not None:
-        lines.append(_sentence(where_it_resumes(run)))
+        lines.append(_sentence(where_own_resumes(run) if run.settings is None else where_it_resumes(run)))
         if (length := _length_without_state(row, store, run)) is not None:
             lines.append(_sentence(length))
     return lines

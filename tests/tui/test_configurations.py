@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from memtop.supervisor import wire
 from memtop.supervisor.recovery.values import Peak
+from memtop.supervisor.run import explain
 from memtop.supervisor.wire import Change, Configuration, Restart
 from memtop.tui.configurations import (
     ConfigurationsScreen,
@@ -213,6 +214,13 @@ def test_a_rollback_says_what_becomes_of_the_length() -> None:
         earlier = replace(ROWS[0], settings=replace(run.settings, target_samples=samples))
         after = fold(store, wire.ConfigurationRows(rows=(earlier, *ROWS[1:])))
         assert [line for line in consequences(earlier, after, with_state=with_state) if line.startswith(words)]
+
+
+def test_a_rollback_of_a_program_of_the_users_own_promises_no_save_that_it_may_not_do() -> None:
+    store = fold(fold(Store(), running(gpu(), settings=None)), wire.ConfigurationRows(rows=ROWS))
+    said = consequences(ROWS[0], store, with_state=False)
+    assert not [line for line in said if "finishes its update" in line]
+    assert f"{explain.FROM_ZERO[0].upper()}{explain.FROM_ZERO[1:]}." in said
 
 
 def test_a_survived_failure_is_named_before_a_rollback_to_it() -> None:
