@@ -29,7 +29,7 @@ def model_parameters(config: Config) -> int | None:
     count = _FAMILIES.get(str(config.get("model_type")))
     try:
         return None if count is None else count(config)
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, ZeroDivisionError):
         return None
 
 

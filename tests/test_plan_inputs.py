@@ -195,8 +195,11 @@ NOTHING = "instead     memtop knows no other settings of this method that fit th
     ("words", "said"),
     [
         # Full training offloads more than the host has.
-        (["--vram", "80", "--host-ram", "23"], r"--method lora trains adapters: ~[\d.]+ GiB of GPU memory, ~[\d.]+ GiB of"),
-        (["--vram", "16", "--host-ram", "23"], r"--method qlora trains adapters: ~[\d.]+ GiB of GPU memory, ~[\d.]+ GiB of"),
+        (
+            ["--vram", "80", "--host-ram", "23"],
+            r"--model \S+ --method lora trains adapters, \d+ x .*: ~[\d.]+ GiB of GPU memory",
+        ),
+        (["--vram", "16", "--host-ram", "23"], r"--model \S+ --method qlora trains adapters on a base in 4 bits, \d+ x .*: ~"),
         (["--vram", "4", "--host-ram", "23"], "take a smaller model"),
         (["--vram", "3", "--host-ram", "64", "--method", "qlora"], "take a smaller model"),
         (["--vram", "80", "--host-ram", "400"], None),
@@ -212,12 +215,19 @@ def test_a_way_out_is_named_where_nothing_of_the_method_fits(
         assert "instead" not in out
         return
     assert re.search(f"^{NOTHING}{said}", out, re.MULTILINE)
-    named = re.search(r"instead .*--method (\w+) trains adapters: ~([\d.]+ GiB) of GPU", out)
+    named = re.search(r"instead .*--method (\w+) trains adapters.*: ~([\d.]+ GiB) of GPU", out)
     if named is not None:
         assert run(["plan", "--model", str(model), "--vram", words[1], "--host-ram", words[3], "--method", named[1]]) == 0
         plan = capsys.readouterr().out
         assert "fits        no" not in plan, "the plan of that method fits"
         assert f" {named[2]}, safe" in plan or f"GPU memory  {named[2].partition(' ')[0]} / " in plan
+
+
+def test_a_mixture_whose_layers_cannot_be_counted_ends_in_one_line(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    mixture = {**WIDE, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 64, "decoder_sparse_step": 0}
+    (model / "config.json").write_text(json.dumps(mixture))
+    run(["plan", "--model", str(model), "--vram", "80"])
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_the_copy_for_saving_is_said_to_need_room(capsys: pytest.CaptureFixture[str], model: Path) -> None:

@@ -237,7 +237,11 @@ def test_a_name_that_is_taken_says_what_can_be_done_with_that_run(runs: Runs) ->
     runs.memtop(*again)
     said = runs.memtop(*again, status=1).stderr
     assert said.endswith("/runs and is starting: `memtop watch a` shows it, --name chooses another name\n")
-    (runs.root / "end").touch()
-    runs.wait("a", lambda d: d["state"] == "finished")
+    runs.memtop("stop", "a")
     said = runs.memtop(*again, status=1).stderr
     assert "`memtop restart a` starts it again from the beginning, unless it resumes by itself; --fresh moves" in said
+    (runs.root / "end").touch()
+    runs.memtop("restart", "a", "--detach")
+    runs.wait("a", lambda d: d["state"] == "finished")
+    said = runs.memtop(*again, status=1).stderr
+    assert said.endswith("/runs and is finished: --fresh moves it aside and starts a new run, --name chooses another name\n")

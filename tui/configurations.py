@@ -128,7 +128,9 @@ class ConfigurationsScreen(FullScreen):
         store = self.dashboard.store
         problem = no_changes(store) or restart_in_progress(store)
         if problem is None and store.run is not None and not with_state:
-            problem = nothing_left_with(store.run, wanted.settings) or why_not_back(store.run, wanted)
+            problem = nothing_left_with(store.run, wanted.settings) or why_not_back(
+                store.run, wanted, present_of(store.configurations)
+            )
         change = rollback(wanted, self._rows, with_state=with_state) if problem is None else problem
         if isinstance(change, str):
             self.say(change)

@@ -85,11 +85,13 @@ def why_nothing_left(run: RunState, grip: Grip, changed: dict[str, str], resumed
     return nothing_left(run, resumed)
 
 
-def why_not_back(run: RunState, row: Configuration) -> str | None:
-    """Why the settings of this earlier configuration leave the user's own program nothing to train;
-    None if they leave something, or if that is not known."""
+def why_not_back(run: RunState, row: Configuration, now: Configuration | None) -> str | None:
+    """Why the settings of this earlier configuration leave a Trainer of the user's own nothing to
+    train; None if they leave something, or if that is not known. `now`: the present one."""
     grip = grip_of(run) if run.settings is None else None
-    if grip is None:
+    # Without the length that memtop gave it, the program has another one.
+    shortens = now is None or ("max_updates" in now.knobs and "max_updates" not in row.knobs)
+    if grip is None or grip.profile is not None or shortens:
         return None
     split: dict[str, str] = {name: str(row.uses[name]) for name in ("batch", "accumulation") if name in row.uses}
     return why_nothing_left(run, grip, {**split, **row.knobs}, resumed_from(run))

@@ -448,8 +448,7 @@ def _print_one(
 def _instead(
     settings: Settings, values: dict[str, str], card: Card, answers: _Answers, on_host: Callable[[Settings], PlannedHost]
 ) -> str:
-    """What to do where memtop knows no settings of the same method that fit: another method that
-    fits, by its estimate."""
+    """What to do where no known settings of the method fit: another method, by its estimate."""
     model, methods = settings.model.get("path"), list(_BY_METHOD)
     for method in methods[methods.index(settings.method) + 1 :] if model and settings.task != "seq2seq" else ():
         try:
@@ -462,9 +461,16 @@ def _instead(
         host = on_host(other)
         if need is not None and host.foreseen is not None and band_of(host.fraction) is not Band.DANGER:
             on_gpu, of_host = units.size(peak_of(need, card).bytes), units.size(host.foreseen.peak)
+            if method == "qlora":
+                return (
+                    "instead     memtop knows no other settings of this method that fit this GPU and host; "
+                    f"--model {model} --method {method} trains adapters on a base in 4 bits, {other.split_text}, "
+                    f"T {other.seq_len}: ~{on_gpu} of GPU memory, ~{of_host} of host memory"
+                )
             return (
                 "instead     memtop knows no other settings of this method that fit this GPU and host; "
-                f"--method {method} trains adapters: ~{on_gpu} of GPU memory, ~{of_host} of host memory"
+                f"--model {model} --method {method} trains adapters, {other.split_text}, T {other.seq_len}: "
+                f"~{on_gpu} of GPU memory, ~{of_host} of host memory"
             )
     return "instead     memtop knows no other settings of this method that fit this GPU and host; take a smaller model"
 

@@ -27,6 +27,7 @@ from memtop.supervisor.recovery.peak_line import NEWEST, batch_words, forecast, 
 from memtop.supervisor.recovery.values import UPDATE_PHASES, Forecast, Peak, Source
 from memtop.supervisor.wire import Configuration, RunState
 
+_MIB = 1 << 20
 _NOTHING = Learned()
 _ENOUGH = 5
 """From so many ratios on, their spread says how sure the estimate is."""
@@ -436,7 +437,7 @@ def foreseen_text(found: Forecast | str, *, on_gpu: bool = True) -> str:
         host = f"host memory is foreseen to peak at {size}: {found.basis}"
     else:
         band = found.band.value
-        if percent != units.percent(found.peak_bytes / (found.total_bytes or found.peak_bytes)):
+        if found.total_bytes is not None and found.fraction * found.total_bytes - found.peak_bytes > _MIB:
             percent = f"{percent} with other processes"
         gpu = f"GPU memory is foreseen to peak at {size} of {total} ({percent}, {band}): {found.basis}"
         host = f"host memory is foreseen to peak at {size} of {total} ({percent}, {band}): {found.basis}"

@@ -370,7 +370,7 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True, tag="tick"):
     """None: the run does not wait, or nothing new is known."""
     saving: str | None = None
     """The checkpoint that the program saves at this moment; looked up before the first signal of a
-    stop."""
+    stop. Empty: that is not known yet."""
 
 
 class CommandEnded(msgspec.Struct, frozen=True, kw_only=True, tag="command_ended"):

@@ -305,18 +305,20 @@ def _rates(grip: Grip, done: int, total: int | None, longer: float) -> str:
     has."""
     if grip.fixed_length:
         return "the learning rate continues as it was, because the length is given in updates"
-    if grip.schedule == "constant":
-        return "the learning rate stays the same"
     change = _rate_change(grip, done, total, math.ceil(total * longer)) if total else None
     return change or f"the learning rate now follows a schedule with {longer:g} times as many updates"
 
 
 def _rate_change(grip: Grip, done: int, total: int, then: int) -> str | None:
     """The learning rate at this update with each length of the training; None if not known, or if
-    it stays there."""
-    rates = rate_at(grip, done, total), rate_at(grip, done, then)
-    before, after = (None if rate is None else f"{rate:.3g}" for rate in rates)
-    return None if before is None or before == after else f"the learning rate there changes from {before} to {after}"
+    only that of later updates changes."""
+    before, after = rate_at(grip, done, total), rate_at(grip, done, then)
+    same = before is not None and after is not None and math.isclose(before, after, rel_tol=1e-3)
+    if grip.schedule == "constant" or (same and grip.schedule == "constant_with_warmup"):
+        return "the learning rate stays the same"
+    if same or before is None or after is None:
+        return None
+    return f"the learning rate there changes from {before:.3g} to {after:.3g}"
 
 
 def length_after(grip: Grip, values: dict[str, Any], total: int | None) -> int | None:

@@ -4,6 +4,7 @@ the medians of its newest updates, and whether it stands still.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -37,6 +38,8 @@ from memtop.supervisor.wire import Phase
 _ADVISE_EVERY = 5
 # How often to look why a program has reported nothing yet.
 _SILENCE_SECONDS = 60.0
+_LOOK_SECONDS = 3.0
+"""How long a stop waits to know whether the program saves at the moment."""
 
 
 class Sensors:
@@ -52,6 +55,11 @@ class Sensors:
         self._monotonic = monotonic
         self._stall: StallWatch | None = None
         self._trends, self._measurements = TrendWatch(), MeasurementWindow()
+        self._look: asyncio.Future[str | None] | None = None
+        """At what the program saves while it is being stopped."""
+        self._looks_since = 0.0
+        self._saving_now: str | None = ""
+        """What the last look has found; empty: there was none yet."""
         self._samples = 0
         self._model_config: dict[str, Any] | None = None
         """That of the attempt's model; None: not read yet."""
@@ -123,11 +131,19 @@ class Sensors:
         )
 
     def _saving(self, model: Model) -> str | None:
-        """Looked up while the first signal of a stop is due."""
-        if model.ladder is None or model.grip is None or not model.ladder.waits_for_save(self._monotonic()):
+        """Looked up in a thread while the first signal of a stop is due: a disk may be slow, and
+        one that does not answer holds up no stop."""
+        now = self._monotonic()
+        due = model.ladder is not None and model.grip is not None and model.ladder.waits_for_save(now)
+        place = place_of(model.grip) if due and model.grip is not None else None
+        if place is None:
+            self._look, self._saving_now = None, ""
             return None
-        place = place_of(model.grip)
-        return None if place is None else being_saved(place)
+        if self._look is not None and self._look.done():
+            self._saving_now, self._look = self._look.result(), None
+        if self._look is None:
+            self._look, self._looks_since = asyncio.get_running_loop().run_in_executor(None, being_saved, place), now
+        return self._saving_now if now - self._looks_since < _LOOK_SECONDS else None
 
     def _has_loaded_torch(self, model: Model) -> bool:
         """Looked up while the program starts, until a process has."""

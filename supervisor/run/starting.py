@@ -28,7 +28,7 @@ from memtop.supervisor.run.record.folder import LATEST, RunFolder, RunLock, RunS
 from memtop.supervisor.run.record.ownership import require_own, why_not_own
 from memtop.supervisor.run.server import peer_of
 from memtop.supervisor.run.view import needs_supervisor, read_state, trainer_alive
-from memtop.supervisor.wire import Change, Leave
+from memtop.supervisor.wire import Change, Leave, Phase
 
 _LITTLE_SPACE = 1 << 20
 """If a supervisor ends at its start without an error in its log, and less disk space is free, the
@@ -163,6 +163,12 @@ def start_run(runs_dir: Path, spec: RunSpec, *, fresh: bool = False, notify: Seq
 def _exists(folder: RunFolder) -> str:
     """That a run has this name already, and what can be done with it."""
     state, file, name, where = read_state(folder), folder.state(), folder.name, folder.path.parent
+    never_began = state.state is Phase.CREATED and not RunLock(folder).is_held()
+    if state.state is Phase.FINISHED or never_began:
+        return (
+            f"run {name!r} exists in {where} and is {state.word}: --fresh moves it aside and starts a new run, "
+            "--name chooses another name"
+        )
     if not state.state.final:
         return (
             f"run {name!r} exists in {where} and is {state.word}: `memtop watch {name}` shows it, --name chooses another name"

@@ -116,6 +116,7 @@ def test_an_interrupted_save_does_not_replace_the_copy(run: Path) -> None:
     assert being_saved(place) is None
     for record in (1, 6):
         assert interrupt_save({"step": 140, "epoch": 0, "model": torch.ones(9), "more": torch.ones(9)}, path, record)
+        os.utime(path)
         assert being_saved(place) == str(path)
         with pytest.raises(RunFolderError, match=r"cannot be kept: .* the save was interrupted"):
             keep(Checkpoint(path=str(path), complete=True), run, place, FULL)

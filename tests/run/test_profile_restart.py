@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from memtop.supervisor.run.record.whole_files import why_not_whole
 from tests.conftest import Runs, wait_for_file
 
 PROGRAMS = Path(__file__).with_name("programs")
@@ -65,6 +67,8 @@ def test_a_save_that_the_stop_interrupts_costs_no_more_than_that_save(runs: Runs
     path, copy = runs.root / "out/ckpt.pt", runs.path / "a/program_checkpoint/ckpt.pt"
     wait_for_file(copy.with_name("kept.json"))
     (runs.root / "go").touch()
+    while why_not_whole(path) is None:
+        time.sleep(0.02)
     stop = runs.start("stop", "a", stderr=subprocess.PIPE)
     says = f"the program is saving {path}: SIGINT follows when it has saved"
     runs.wait("a", lambda _: says in [event.message for event in runs.events("a", "stop")])

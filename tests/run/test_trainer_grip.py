@@ -287,7 +287,10 @@ def test_another_effective_batch_says_what_happens_to_order_and_learning_rate() 
     at_zero = consequences(linear, {"batch": "4"}, None, None, 20)
     assert at_zero.endswith("changes from 16 to 8; the learning rate now follows a schedule with 2 times as many updates")
     constant = replace(linear, schedule="constant")
-    assert consequences(constant, {"batch": "4"}, SAVED, None, 20).endswith("; the learning rate stays the same")
+    warm = replace(constant, schedule="constant_with_warmup", warmup=2)
+    for unchanged in (constant, replace(constant, peak_rate=None), warm):
+        for change in ({"batch": "4"}, {"max_updates": "40"}):
+            assert consequences(unchanged, change, SAVED, None, 20).endswith("the learning rate stays the same")
     uneven = consequences(linear, {"batch": "4"}, SAVED, None, 30)
     assert uneven.endswith("the learning rate there changes from 0.000333 to 0.000367"), "three digits"
     fixed = replace(linear, fixed_length=True)

@@ -3,12 +3,16 @@ key to undo."""
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
+from memtop.presets.program_profiles import load_profiles
 from memtop.supervisor import wire
 from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.run import explain
+from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.wire import Change, Configuration, Restart
+from memtop.tui import restart_own
 from memtop.tui.configurations import (
     ConfigurationsScreen,
     consequences,
@@ -221,6 +225,23 @@ def test_a_rollback_of_a_program_of_the_users_own_promises_no_save_that_it_may_n
     said = consequences(ROWS[0], store, with_state=False)
     assert not [line for line in said if "finishes its update" in line]
     assert f"{explain.FROM_ZERO[0].upper()}{explain.FROM_ZERO[1:]}." in said
+
+
+def test_what_a_rollback_leaves_is_judged_only_where_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = fold(Store(), running(gpu(), settings=None)).run
+    assert run is not None
+    run = replace(run, state=wire.Phase.FINISHED, alive=False, updates=30, total_updates=30)
+    saved = wire.Checkpoint(path="/out/checkpoint-30", updates=30, complete=True)
+    monkeypatch.setattr(restart_own, "resumed_from", lambda _: saved)
+    grip = Grip(output_dir="/out", batch=8, accumulation=2)
+    monkeypatch.setattr(restart_own, "grip_of", lambda _: grip)
+    row = replace(ROWS[0], settings=None, knobs={}, uses={"batch": 8, "accumulation": 2})
+    assert "nothing is left to train" in (restart_own.why_not_back(run, row, row) or "")
+    # Without the length that memtop gave it, the program has another one.
+    assert restart_own.why_not_back(run, row, replace(row, knobs={"max_updates": "30"})) is None
+    fixed = replace(grip, profile=load_profiles()["lightning"], batch=None, fixed={"batch": "in its code"})
+    monkeypatch.setattr(restart_own, "grip_of", lambda _: fixed)
+    assert restart_own.why_not_back(run, replace(row, uses={"batch": 4, "accumulation": 1}), row) is None
 
 
 def test_a_survived_failure_is_named_before_a_rollback_to_it() -> None:

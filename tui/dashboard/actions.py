@@ -262,13 +262,14 @@ async def configurations(dashboard: Dashboard, key: str) -> None:
 
 
 async def undo(dashboard: Dashboard, key: str) -> None:
-    from memtop.tui.configurations import consequences, rollback, undone
+    from memtop.tui.configurations import consequences, present_of, rollback, undone
     from memtop.tui.restart_own import why_not_back
 
     store = dashboard.store
     row = undone(store.configurations)
     assert row is not None
-    if store.run is not None and (problem := why_not_back(store.run, row)) is not None:
+    now = present_of(store.configurations)
+    if store.run is not None and (problem := why_not_back(store.run, row, now)) is not None:
         dashboard.say(problem)
         return
     change = rollback(row, store.configurations, with_state=False)

@@ -120,9 +120,9 @@ def answered(model: Model, pending: Ask, event: Answered) -> Model:
 
 
 def tick(model: Model, saving: str | None = None) -> Model:
-    """Send the signal that is due; the first one not while the program saves this file. Continue
-    what SIGSTOP or Ctrl-Z has stopped: at the beginning, with each signal but SIGKILL, and when the
-    program or a rank is stopped between two signals.
+    """Send the signal that is due; the first one not while the program saves this file (empty: that
+    is being looked up). Continue what SIGSTOP or Ctrl-Z has stopped: at the beginning, with each
+    signal but SIGKILL, and when the program or a rank is stopped between two signals.
 
     A process that is stopped handles neither a request nor a signal until it continues.
     """
@@ -148,7 +148,7 @@ def tick(model: Model, saving: str | None = None) -> Model:
 
 def _wait_for_save(model: Model, ladder: stop_ladder.StopLadder, saving: str) -> Model:
     """Say once what the stop waits for."""
-    if ladder.told:
+    if ladder.told or not saving:
         return model
     words = f"the program is saving {saving}: {ladder.rungs[0].name} follows when it has saved"
     stops = [waiter for waiter in model.waiters if waiter.purpose == "stop"]
