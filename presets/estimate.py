@@ -298,7 +298,6 @@ class _Run:
         start = self._start(tail)
         held = list[int]()
         for update in range(2):
-            engine.begin_update()
             micro_batches = min(settings.accumulation, 1 + update)
             for number in range(micro_batches):
                 sequence.phase("forward")

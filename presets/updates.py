@@ -39,21 +39,12 @@ class Unit(msgspec.Struct, eq=False):
         return sequence.begin_all((one.numbers * one.item for one in others if one.trained), "weights")
 
 
-class Plain:
-    """One process, or several with a whole model each."""
+class Engine:
+    """What happens around the passes of a unit, and of the whole model: in most cases nothing."""
 
-    keeps_gradients = True
-
-    def __init__(self, settings: Settings, numbers: Numbers, units: list[Unit], sequence: Sequence) -> None:
-        self._settings, self._numbers, self._units, self._sequence = settings, numbers, units, sequence
-        self._has_moments = False
-
-    def load(self) -> None:
-        sequence = self._sequence
-        for unit in self._units:
-            unit.load(sequence, self._numbers.weights)
-        trained = [one for unit in self._units for one in unit.trained]
-        sequence.begin(ring_bytes(self._settings, trained), "workspace")
+    keeps_gradients = False
+    """Whether those of a layer stay where its backward pass has made them."""
+    _sequence: Sequence
 
     def before_forward(self, unit: Unit) -> None:
         """Do nothing."""
@@ -70,11 +61,25 @@ class Plain:
     def begin_backward(self, *, last: bool) -> None:
         """Do nothing."""
 
-    def begin_update(self) -> None:
-        """Do nothing."""
-
     def end_backward(self) -> None:
         """Do nothing."""
+
+
+class Plain(Engine):
+    """One process, or several with a whole model each."""
+
+    keeps_gradients = True
+
+    def __init__(self, settings: Settings, numbers: Numbers, units: list[Unit], sequence: Sequence) -> None:
+        self._settings, self._numbers, self._units, self._sequence = settings, numbers, units, sequence
+        self._has_moments = False
+
+    def load(self) -> None:
+        sequence = self._sequence
+        for unit in self._units:
+            unit.load(sequence, self._numbers.weights)
+        trained = [one for unit in self._units for one in unit.trained]
+        sequence.begin(ring_bytes(self._settings, trained), "workspace")
 
     def step(self) -> None:
         kind, sequence = self._settings.optimizer, self._sequence

@@ -12,14 +12,11 @@ from memtop.presets.autograd import GRADIENT
 from memtop.presets.schema import Settings
 from memtop.presets.sequence import NOWHERE, Sequence
 from memtop.presets.states import Numbers
-from memtop.presets.updates import Unit
+from memtop.presets.updates import Engine, Unit
 
 
-class Sharded:
+class Sharded(Engine):
     """What the stages of ZeRO have in common. Sizes in numbers, not bytes, have no unit here."""
-
-    keeps_gradients = False
-    """Whether those of a layer stay where its backward pass has made them."""
 
     def __init__(
         self,
@@ -59,21 +56,6 @@ class Sharded:
         if not self._has_moments and not self._offloads:
             for _ in range(2):
                 self._sequence.begin(4 * size, "optimizer")
-
-    def begin_update(self) -> None:
-        """Do nothing."""
-
-    def before_forward(self, unit: Unit) -> None:
-        """Do nothing."""
-
-    after_forward = before_backward = release = before_forward
-
-    def after_backward(self, unit: Unit, gradient: int = NOWHERE) -> None:
-        """As `Plain.after_backward`."""
-        self._sequence.end(gradient)
-
-    def begin_forward(self) -> None:
-        """Do nothing."""
 
     def begin_backward(self, *, last: bool) -> None:
         self._last = last

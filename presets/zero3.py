@@ -244,9 +244,6 @@ class Stage3(Sharded):
             self._use(piece)
             self._release_unused([piece])
 
-    def end_backward(self) -> None:
-        """Do nothing."""
-
     def step(self) -> None:
         for pieces in self._pieces.values():
             for piece in pieces:

@@ -23,6 +23,7 @@ from memtop.supervisor.run.grip import (
     consequences,
     done_after_stop,
     length_after,
+    length_with,
     values_of,
     why_not_continued,
 )
@@ -72,10 +73,10 @@ def where_own_resumes(run: RunState) -> str:
     return f"resumes at update {units.count(at.updates)}"
 
 
-def why_nothing_left(run: RunState, grip: Grip, changed: dict[str, str], resumed: Checkpoint | None) -> str | None:
-    """Why these settings leave nothing to train; None if they leave something, or if that is not
-    known."""
-    total, length = run.total_updates, length_after(grip, values_of(changed, grip), run.total_updates)
+def why_nothing_left(run: RunState, length: int | None, resumed: Checkpoint | None) -> str | None:
+    """Why a length of so many updates leaves nothing to train; None if it leaves something, or if
+    that is not known."""
+    total = run.total_updates
     saved, finished = None if resumed is None else resumed.updates, run.state is Phase.FINISHED
     done = done_after_stop(saved, run.updates, saves=run.alive and run.saves_when_stopped, finished=finished)
     if done is None or length is None or total is None or done < length:
@@ -89,12 +90,9 @@ def why_not_back(run: RunState, row: Configuration, now: Configuration | None) -
     """Why the settings of this earlier configuration leave a Trainer of the user's own nothing to
     train; None if they leave something, or if that is not known. `now`: the present one."""
     grip = grip_of(run) if run.settings is None else None
-    # Without the length that memtop gave it, the program has another one.
-    shortens = now is None or ("max_updates" in now.knobs and "max_updates" not in row.knobs)
-    if grip is None or grip.profile is not None or shortens:
+    if grip is None or grip.profile is not None or now is None:
         return None
-    split: dict[str, str] = {name: str(row.uses[name]) for name in ("batch", "accumulation") if name in row.uses}
-    return why_nothing_left(run, grip, {**split, **row.knobs}, resumed_from(run))
+    return why_nothing_left(run, length_with(grip, row.knobs, now.knobs, row.uses, run.total_updates), resumed_from(run))
 
 
 class OwnProgramDialog(FormDialog[Change]):
@@ -143,7 +141,8 @@ class OwnProgramDialog(FormDialog[Change]):
         try:
             seen = self._grip if run.program is None else self._grip.with_seen(run.program.knobs)
             words = consequences(seen, changed, at, run.updates, run.total_updates, ended=not run.alive)
-            why = why or why_nothing_left(run, self._grip, changed, resumed)
+            length = length_after(self._grip, values_of(changed, self._grip), run.total_updates)
+            why = why or why_nothing_left(run, length, resumed)
         except UsageError as error:
             why = str(error)
         self._change = Change(assignments=changed) if why is None else None

@@ -334,9 +334,24 @@ def length_after(grip: Grip, values: dict[str, Any], total: int | None) -> int |
     return math.ceil(total * grip.effective_batch / after.effective_batch)
 
 
+def length_with(
+    grip: Grip, knobs: Mapping[str, str], now: Mapping[str, str], uses: Mapping[str, Any], total: int | None
+) -> int | None:
+    """How many updates the program does with these knobs in place of `now`, the present ones.
+    `uses`: what an earlier configuration really used. None if not known: what other knobs make of
+    the length of a program with a profile, and which length a Trainer has of its own."""
+    if grip.profile is not None:
+        return total if knobs == now else None
+    if "max_updates" in now and "max_updates" not in knobs:
+        return None
+    split = {name: str(uses[name]) for name in ("batch", "accumulation") if name in uses}
+    return length_after(grip, values_of({**split, **knobs}, grip), total)
+
+
 def done_after_stop(saved: int | None, update: int | None, *, saves: bool, finished: bool) -> int | None:
-    """How many updates are done when the program starts again. One that `saves` when it is stopped
-    does the present update first; one that has `finished` has done all, whatever it saved."""
+    """How many updates are done when the program starts again. A program that `saves` when it is
+    stopped completes the present update first. A program that has `finished` has done all its
+    updates, also if its newest checkpoint is older."""
     if saves and update is not None:
         return update + 1
     return max(saved, update or 0) if finished and saved is not None else saved

@@ -20,7 +20,7 @@ from memtop.supervisor.run.grip import (
     Grip,
     done_after_stop,
     knobs_of,
-    length_after,
+    length_with,
     only_knobs,
     values_of,
     why_not_continued,
@@ -61,12 +61,8 @@ def _check_length(model: Model, change: Change, knobs: dict[str, str]) -> None:
     grip, saved, total = model.grip, model.states.program, model.total_updates
     if grip is None or why_not_continued(grip) is not None:
         return
-    if grip.profile is None:
-        length = length_after(grip, values_of({**_split_of(model, change), **knobs}, grip), total)
-        # Without the length that memtop gave it, the program has another one.
-        length = None if "max_updates" in model.knobs and "max_updates" not in knobs else length
-    else:  # what another split makes of its length is not known
-        length = total if knobs == model.knobs else None
+    row = None if change.configuration is None else model.configurations.numbered(change.configuration)
+    length = length_with(grip, knobs, model.knobs, {} if row is None else row.uses, total)
     at = _saved_after(model, saved) if saved is not None and saved.complete else None
     saves = model.alive and saves_when_stopped(model.settings, model.progress.offers)
     done = done_after_stop(at, model.update, saves=saves, finished=model.phase is Phase.FINISHED)
@@ -76,13 +72,6 @@ def _check_length(model: Model, change: Change, knobs: dict[str, str]) -> None:
         raise UsageError(explain.nothing_would_be_left(done, length))
     if change.max_updates is not None or model.phase is Phase.FINISHED:
         raise UsageError(explain.nothing_left(model.run.name, done, length, by_memtop=grip.profile is None))
-
-
-def _split_of(model: Model, change: Change) -> dict[str, str]:
-    """The batch and the accumulation of an earlier configuration, as the program used them then."""
-    row = None if change.configuration is None else model.configurations.numbered(change.configuration)
-    uses = {} if row is None else row.uses
-    return {name: str(uses[name]) for name in ("batch", "accumulation") if name in uses}
 
 
 def _saved_after(model: Model, saved: Checkpoint) -> int | None:
