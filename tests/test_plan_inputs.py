@@ -21,7 +21,7 @@ from memtop.cli import gpus as gpus_of
 from memtop.cli import run
 from memtop.presets import checks
 from memtop.presets.parameters import least_size, model_parameters
-from tests.test_plan_command import LLAMA, first_run
+from tests.test_plan import LLAMA, first_run
 
 
 @pytest.fixture(autouse=True)
