@@ -565,6 +565,18 @@ def test_a_batch_that_memtop_finds_is_given_by_a_word() -> None:
         assignments_of((), batch="auto", accumulation=8)
 
 
+def test_a_setting_is_given_once(data: Change) -> None:
+    assert assignments_of(("batch=4", "lr=1e-4"), batch=4) == {"batch": "4", "lr": "1e-4"}
+    for text, given, words in (
+        ("batch=4", {"batch": 8}, "--batch says 8"),
+        ("accum=4", {"accumulation": 8}, "--accum says 8"),
+        ("batch=4", {"batch": "auto"}, "--batch says auto"),
+        ("save_every=4", {"save_every": 8}, "--save-every says 8"),
+    ):
+        with pytest.raises(UsageError, match=f"^--set {text}: {words}; give one of them$"):
+            assignments_of((text,), **given)
+
+
 @pytest.mark.parametrize(
     ("command", "name"),
     [

@@ -169,6 +169,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Why the installed torch cannot compute there."""
     closed: str | None = None
     """Why none of the GPUs accepts another program."""
+    warning: str = ""
+    """That it trains on the CPU, which nobody asked for, and why."""
 
 
 class _Device(msgspec.Struct, frozen=True):
@@ -194,8 +196,8 @@ def choose_place(gpus: list[str] | None, device: str | None, run: str | None = N
     """Where a run with these GPUs (None: the person chose none) and this setting `device` trains.
 
     UsageError if its GPUs accept no other program, or if the person asks for a GPU on which the
-    installed torch cannot compute. If nobody asked for one, the run gets the CPU, and a message
-    says so. `run`: see `wanted`. `python`: the interpreter that trains; empty: memtop's own.
+    installed torch cannot compute. If nobody asked for one, the run gets the CPU, with a warning.
+    `run`: see `wanted`. `python`: the interpreter that trains; empty: memtop's own.
     """
     if device == "cpu":
         return Place()
@@ -209,8 +211,7 @@ def choose_place(gpus: list[str] | None, device: str | None, run: str | None = N
         return found
     if gpus is not None or device == "cuda":
         raise UsageError(f"{chosen}: {found.problem}")
-    print_message(f"memtop: device auto: trains on the CPU: {found.problem}")
-    return Place()
+    return Place(warning=f"device auto: trains on the CPU: {found.problem}")
 
 
 def _place(machine: MachineSnapshot, gpus: list[str] | None, build: TorchBuild | None) -> Place:

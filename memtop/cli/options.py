@@ -15,7 +15,7 @@ import click
 
 from memtop.cli import completion
 from memtop.presets.edits import is_for_each
-from memtop.presets.fields import FIELDS
+from memtop.presets.fields import FIELDS, OPTIONS, OTHER_NAMES
 from memtop.supervisor.errors import UsageError
 
 AUTO = "auto"
@@ -128,8 +128,9 @@ def edit_options(command: Command) -> Command:
 
 
 def assignments_of(texts: Sequence[str], **numbers: int | str | None) -> dict[str, str]:
-    """The settings that the options name, as text. A setting's own option overrides `--set`."""
-    options = {name: str(number) for name, number in numbers.items() if number is not None}
+    """The settings that the options name, as text. UsageError if `--set` gives one of them another
+    value."""
+    options = given = {name: str(number) for name, number in numbers.items() if number is not None}
     if options.get("batch") == AUTO:
         if "accumulation" in options:
             raise UsageError(f"--accum {options['accumulation']}: --batch auto finds the accumulation, too; leave it out")
@@ -139,8 +140,12 @@ def assignments_of(texts: Sequence[str], **numbers: int | str | None) -> dict[st
         key, sign, value = text.partition("=")
         if not sign or not key:
             raise UsageError(f"--set {text!r}: give KEY=VALUE")
+        name = OTHER_NAMES.get(key, key)
+        if given.get(name, value) != value:
+            option = OPTIONS.get(name, f"--{name.replace('_', '-')}")
+            raise UsageError(f"--set {text}: {option} says {given[name]}; give one of them")
         pairs[key] = _prompts(value) if key == "sample.prompts" and value else value
-    return {**options, **pairs, **options}
+    return {**options, **pairs}
 
 
 def _prompts(text: str) -> str:

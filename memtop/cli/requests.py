@@ -194,8 +194,8 @@ def _chosen_gpus(folder: RunFolder, text: str, device: str | None) -> str:
         raise UsageError(f"--gpus {text}: this run's program is your own, and keeps its GPUs; {advice}")
     indices = wanted(text, folder.name) or []
     place = choose_place(indices, device or settings.device, folder.name, python=settings.python)
-    if place.pinned:
-        print_message(f"memtop: trains {place.note}")
+    if place.warning or place.pinned:
+        print_message(f"memtop: {place.warning or f'trains {place.note}'}")
     return place.pinned or ",".join(indices)
 
 

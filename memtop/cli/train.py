@@ -373,8 +373,8 @@ def new_run(
         told.append(f"trains {place.note}" if gpus else f"trains {place.note}; --gpus chooses others")
     if (words := said_at_start(python)) is not None:
         told.append(words)
-    for words in (*told, longer_than_known(settings)):
-        if words is not None:
+    for words in (place.warning, *told, longer_than_known(settings)):
+        if words:
             print_message(f"memtop: {words}")
     is_foreseen = _say_peak(settings, estimates_at(place, python.path))
     return NewRun(settings=settings, choice="; ".join(told) or None, told=1 if is_foreseen else None)
