@@ -64,10 +64,12 @@ def libraries_of(settings: Settings) -> tuple[str, ...]:
     return ("deepspeed",) if settings.zero.stage else ()
 
 
-def two_ranks(worker: str, folder: Path, *what: str, device: str = "cpu") -> list[dict[str, Any]]:
+def two_ranks(
+    worker: str, folder: Path, *what: str, device: str = "cpu", imported: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
     """What each of two ranks of this module writes into the folder."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", worker)
-    ended([*torchrun, str(folder), *what], environment(device))
+    ended([*torchrun, str(folder), *what], environment(device), imported=imported)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -50,7 +50,7 @@ def really(folder: Path, world: int, precision: str, **changes: Any) -> list[dic
     (folder / "settings.json").write_bytes(msgspec.json.encode(settings))
     what = (precision, str(BUCKET), str(LIVE))
     if world == 2:
-        return two_ranks(WORKER, folder, *what)
+        return two_ranks(WORKER, folder, *what, imported=("deepspeed",))
     ended(["-m", WORKER, str(folder), *what], environment() | LAUNCHED, imported=("deepspeed",))
     return [json.loads((folder / "rank-0.json").read_text())]
 

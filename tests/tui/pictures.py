@@ -208,6 +208,21 @@ def _with_gpus(message: FeedMessage, count: int) -> FeedMessage:
     return replace(message, machine=replace(message.machine, gpus=(*cards, *added)))
 
 
+OF_THE_PERSON = set("Ä")
+"""A prompt has it: no character of memtop's own, so ASCII has none for it."""
+MARKS = {
+    "stop": ("+ out of GPU memory at update 21, the run went on",),
+    "end-failed": ("X failed at update 24",),
+    "end-killed": ("X killed at update 24",),
+    "end-finished": ("+ finished at update 60",),
+    "end-stopped": ("# stopped at update 24",),
+    "stage-loading-the-model": ("o loading the model",),
+    "metrics-runs": ("6 2.045", "!"),
+    "configurations": ("*",),
+}
+"""What some pictures show in ASCII."""
+
+
 @asynccontextmanager
 async def shown(scene: Scene, feed: Feed, theme: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pilot[DashboardResult]]:
     """The dashboard after it has drawn everything of the feed."""

@@ -22,10 +22,13 @@ from memtop.supervisor.language.catalogue import Catalogue, read_catalogue
 from memtop.tui.app import DashboardApp
 from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.demo import RECORDING
+from memtop.tui.filters import to_ascii
 from memtop.tui.replay import StreamRecording
 from tests.tui.pictures import (
     CHINESE,
     HERE,
+    MARKS,
+    OF_THE_PERSON,
     SCENES,
     SIZES,
     STORED,
@@ -38,7 +41,7 @@ from tests.tui.pictures import (
     shown,
     svg,
 )
-from tests.tui.support import resize
+from tests.tui.support import resize, screen_text
 
 DRAW = bool(os.environ.get("MEMTOP_DRAW_PICTURES"))
 PICTURED: dict[type, list[str]] = {}
@@ -67,6 +70,8 @@ async def compare(pilot: Pilot[DashboardResult], picture: Picture, theme: str, f
     for columns, rows in picture.sizes:
         await resize(pilot, columns, rows)
         PICTURED.setdefault(type(pilot.app.screen), []).append(picture.name)
+        if not language.in_use():  # nothing is drawn in ASCII in Chinese
+            check_ascii(screen_text(pilot.app), picture.name)
         name, found = f"{picture.name}-{columns}x{rows}-{theme}.svg", svg(pilot.app)
         approved = HERE / name
         if DRAW:
@@ -77,6 +82,12 @@ async def compare(pilot: Pilot[DashboardResult], picture: Picture, theme: str, f
         elif (expected := approved.read_text(encoding="utf-8")) != found:
             (folder / name).write_text(found, encoding="utf-8")
             differing.append(f"{name}\n{difference(expected, found)}")
+
+
+def check_ascii(text: str, name: str) -> None:
+    """A terminal without UTF-8 has a character for each of memtop's own."""
+    assert {character for character in text if to_ascii(character) == "?" != character} <= OF_THE_PERSON, name
+    assert [words for words in MARKS.get(name, ()) if words not in to_ascii(text)] == [], name
 
 
 @pytest.mark.parametrize(
