@@ -1,5 +1,5 @@
 """Waits for processes that compile an extension of torch; removes the lock of a killed one; reports
-that this process compiles.
+that this process compiles. Keeps imports from loading torch's compiler of models.
 
 During a compilation torch keeps a file `lock` in the extension's folder, and it waits silently and
 forever while such a file exists (`torch.utils.file_baton`). The owner has the file open, and the
@@ -29,6 +29,26 @@ LONGEST_SECONDS = 30 * 60.0
 _LOOK_SECONDS = 1.0
 # File systems on which no other machine can have a file open.
 _LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay", "tmpfs"}
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """For imports of libraries: functions that they give to `torch.compile` stay as they are.
+
+    DeepSpeed's Muon optimizer and bitsandbytes' kernels for other devices are such functions.
+    memtop calls none of them, but each process would load torch's compiler for them, for seconds.
+    """
+    import torch
+
+    def unchanged(function: Any = None, **_: Any) -> Any:
+        return function if function is not None else unchanged
+
+    before = torch.compile
+    torch.compile = unchanged  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = before
 
 
 def extension_folder(name: str) -> Path:

@@ -29,6 +29,7 @@ from memtop.presets import Settings, SettingsError
 from memtop.presets.checks import check_model, did_you_mean
 from memtop.train import BadInputError, UnknownModelError, first_line
 from memtop.train.agent.failures import is_lack_of_memory
+from memtop.train.compile_lock import without_compiler
 from memtop.train.data.tokens import Tokens, load_tokens
 
 _LONGEST_REASON = 300
@@ -320,7 +321,8 @@ def _quantized(settings: Settings, config: Any, kind: torch.dtype) -> Any:
     """The base in 4 bits (NF4 with double quantization), prepared for training adapters."""
     import tempfile
 
-    from bitsandbytes.nn.modules import Linear4bit
+    with without_compiler():
+        from bitsandbytes.nn.modules import Linear4bit
     from transformers import BitsAndBytesConfig
 
     how = BitsAndBytesConfig(
@@ -354,7 +356,8 @@ def _quantized(settings: Settings, config: Any, kind: torch.dtype) -> Any:
 
 def with_adapters(settings: Settings, model: Any) -> Any:
     """The model with LoRA adapters: new from the seed, in fp32, and the only trained parameters."""
-    from peft import LoraConfig, get_peft_model
+    with without_compiler():  # peft loads bitsandbytes
+        from peft import LoraConfig, get_peft_model
 
     assert settings.lora is not None, "checked with the settings"
     targets = settings.lora.targets

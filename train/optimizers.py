@@ -23,7 +23,7 @@ import torch
 from memtop.presets import Settings
 from memtop.train import BadInputError, first_line
 from memtop.train.agent.failures import is_allocation_failure
-from memtop.train.compile_lock import Enter, compiling
+from memtop.train.compile_lock import Enter, compiling, without_compiler
 
 Moments = dict[str, torch.Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -50,7 +50,8 @@ def build_optimizer(
     if settings.optimizer == "cpu_adam":
         return _cpu_adam(trained, rate, decay, enter)
     try:
-        import bitsandbytes
+        with without_compiler():
+            import bitsandbytes
     except ImportError as error:
         raise BadInputError(
             f"optimizer {settings.optimizer}: needs bitsandbytes ({error}); give --set optimizer=adamw"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -16,7 +17,7 @@ from accelerate import Accelerator
 from memtop.presets import Settings
 from memtop.presets.parameters import LIVE_PARAMETERS, TRAINED_BYTES, model_size
 from memtop.presets.schema import Zero
-from memtop.train.compile_lock import Enter, compiling
+from memtop.train.compile_lock import Enter, compiling, without_compiler
 from memtop.train.engine import ReadSaved, count_parameters, trained_parameters
 from memtop.train.host_memory import agree_on_host_plan
 from memtop.train.model import COMPUTE, accelerate_name
@@ -210,6 +211,9 @@ class ZeroEngine:
         self.model = objective.model
         self._base = optimizer
         _finish_config(accelerator, settings, objective.model)
+        with without_compiler(), contextlib.suppress(ImportError):
+            # DeepSpeed asks whether the optimizer is its Muon. Other versions may lack it.
+            importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
         self._engine: Any = accelerator.prepare(objective, optimizer)[0]
         # Now the model is on its device, whose free memory decides.
         self.loss_chunk = objective.chunk

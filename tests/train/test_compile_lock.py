@@ -24,6 +24,7 @@ from memtop.train import BadInputError, compile_lock
 from memtop.train.compile_lock import await_compiled, extension_folder
 from memtop.train.optimizers import build_optimizer
 from tests.forking import Program
+from tests.train.launching import printed_by
 from tests.train.support import edited
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -283,3 +284,20 @@ def test_deepspeeds_adam_is_not_loaded_while_a_stale_lock_exists(lock: Path, mon
     monkeypatch.setattr("deepspeed.ops.adam.DeepSpeedCPUAdam", built)
     build_optimizer(edited(optimizer="cpu_adam"), [torch.nn.Parameter(torch.ones(1))])
     assert not adam.exists()
+
+
+_IMPORTS = """
+import json
+import torch
+from memtop.train.compile_lock import without_compiler
+compiled = []
+torch.compile = compiled.append
+with without_compiler():
+    import bitsandbytes, peft
+torch.compile("after")
+print(json.dumps(compiled))
+"""
+
+
+def test_libraries_are_imported_without_torchs_compiler() -> None:
+    assert printed_by("-c", _IMPORTS) == ["after"]

@@ -55,6 +55,7 @@ def test_micro_batches_are_summed_in_fp32_and_buffers_pinned_where_memory_allows
     assert found["pinned"] is pinned
     assert found["pinned_parameters"] is (pinned if zero.offload_parameters else None)
     assert (found["skipped"], found["changed"]) == ([False, True], []), "the gradient of the second update is infinite"
+    assert found["compiled"] == [], "torch's compiler would be loaded"
 
 
 @pytest.mark.parametrize(("available", "pinned"), [(64.0, True), (12.00001, False)])

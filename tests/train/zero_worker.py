@@ -39,6 +39,9 @@ def main() -> None:
     host_memory.host_plan = lambda settings, left, on_gpu: host_plan(settings, left, on_gpu=True)  # type: ignore[attr-defined]
     settings = read_settings(path)
     graphs: list[Any] = []
+    compiled_functions: list[str] = []
+    if not settings.compile:
+        torch.compile = lambda function=None, **_: compiled_functions.append(str(function))  # type: ignore[assignment]
 
     def compiled(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
@@ -87,6 +90,7 @@ def main() -> None:
         "prefetch": deepspeed.zero_prefetch_bucket_size(),
         "losses": [step["loss"] for step in channel.of("step")],
         "graphs": len(graphs),
+        "compiled": compiled_functions,
         "skipped": [step["skipped"] for step in channel.of("step")],
         "changed": [name for name, state in state_of(engine).items() if not same(state, before[name])],
     }

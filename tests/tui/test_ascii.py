@@ -43,7 +43,7 @@ def test_marks_and_signs_mean_the_same_as_before() -> None:
 
 
 DRAWN = {("smallest", "training"), ("smallest", "end-failed"), ("smallest", "six-runs")}
-"""What `make test` draws in ASCII. Of all other screens, test_pictures.py compares the characters."""
+"""What `make test` draws in ASCII. test_pictures.py checks the characters of all other screens."""
 
 
 @pytest.mark.parametrize(

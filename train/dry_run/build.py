@@ -16,6 +16,7 @@ from memtop.presets import Settings
 from memtop.presets.host_memory import host_plan
 from memtop.presets.schema import Lora, Method, Positive, Zero
 from memtop.train import BadInputError
+from memtop.train.compile_lock import without_compiler
 from memtop.train.dry_run.cuda import Attention
 from memtop.train.dry_run.results import fake
 from memtop.train.dry_run.trace import Trace
@@ -253,7 +254,8 @@ def check(training: Training) -> None:
 
 
 def _in_4_bits(training: Training, model: Any, kind: torch.dtype) -> None:
-    from bitsandbytes.nn.modules import Linear4bit
+    with without_compiler():
+        from bitsandbytes.nn.modules import Linear4bit
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
     from transformers.quantizers.base import get_keys_to_not_convert
 
