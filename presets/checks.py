@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from memtop.presets.fields import FIELDS, MOST_SAMPLES, OTHER_NAMES, value_of
 from memtop.presets.parameters import language_part, stored_config, too_large
-from memtop.presets.schema import Lora, Preset, Sampling, Settings
+from memtop.presets.schema import TRACKERS, Lora, Preset, Sampling, Settings
 
 
 class SettingsError(ValueError):
@@ -85,6 +85,9 @@ def check(settings: Settings) -> Settings:
     _check_memory_strategy(settings)
     _check_sampling(settings.sample)
     _check_left_out(settings.leave_out)
+    for name in settings.trackers:
+        if name not in TRACKERS:
+            raise SettingsError("trackers", name, f"unknown; choose from {', '.join(TRACKERS)}")
     if settings.python and not settings.python.startswith("/"):
         raise SettingsError("python", settings.python, "give its whole path, which begins with /")
     check_model(settings, stored_config(settings) or {}, is_new="config" in settings.model)
@@ -263,7 +266,8 @@ def _check_left_out(ranges: Sequence[tuple[int, int]]) -> None:
     before = 0
     for first, end in ranges:
         text = f"{first}-{end}"
-        if not before <= first < end <= _MOST_BYTES:
+        check_bounds("leave_out", end, 1, _MOST_BYTES)
+        if not before <= first < end:
             raise SettingsError("leave_out", text, "must begin before it ends, and not overlap with another; write FIRST-END")
         before = end
 

@@ -235,5 +235,9 @@ def _parsed(text: str) -> dict[str, Any]:
         import tomllib
     else:
         import tomli as tomllib
-    table: dict[str, Any] = tomllib.loads(text)
+    try:
+        # Editors on Windows begin a file with a byte order mark.
+        table: dict[str, Any] = tomllib.loads(text.removeprefix("\ufeff"))
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
     return table

@@ -29,7 +29,7 @@ def model_parameters(config: Config) -> int | None:
     count = _FAMILIES.get(str(config.get("model_type")))
     try:
         return None if count is None else count(config)
-    except (KeyError, TypeError, ZeroDivisionError):
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
 
 
@@ -45,15 +45,16 @@ def trained_parameters(settings: Settings, config: Config | None = None) -> int 
 
 
 def adapter_parameters(config: Config, lora: Lora) -> int | None:
-    """r x (inputs + outputs), summed over all layers with an adapter; None for unknown families or
-    targets."""
+    """r x (inputs + outputs), summed over all layers with an adapter; None for unknown families and
+    targets, and for a configuration with wrong values."""
     if config.get("model_type") not in _LLAMA_LIKE:
         return None
-    shapes = _llama_shapes(config)
-    targets = tuple(shapes) if lora.targets == ("all-linear",) else lora.targets
-    if not all(target in shapes for target in targets):
+    try:
+        shapes = _llama_shapes(config)
+        targets = tuple(shapes) if lora.targets == ("all-linear",) else lora.targets
+        return int(config["num_hidden_layers"]) * sum(lora.r * sum(shapes[target]) for target in targets)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
-    return int(config["num_hidden_layers"]) * sum(lora.r * sum(shapes[target]) for target in targets)
 
 
 def smaller_model(config: Config) -> dict[str, int] | None:

@@ -143,7 +143,17 @@ def test_a_run_takes_its_options_from_the_configuration(runs: Runs) -> None:
     spec = json.loads((runs.path / "a/run.json").read_bytes())
     assert (spec["on_oom"], spec["settings"]) == ("ask", None), "the preset is for recipes"
     runs.memtop(
-        "train", "--name", "b", "--headless", "--on-oom", "stop", "--max-updates", "1", "--set", "trackers=nobody", status=2
+        "train",
+        "--name",
+        "b",
+        "--headless",
+        "--on-oom",
+        "stop",
+        "--max-updates",
+        "1",
+        "--set",
+        "model.config.hidden_act=nope",
+        status=2,
     )
     spec = json.loads((runs.path / "b/run.json").read_bytes())
     assert spec["on_oom"] == "stop", "the option overrides the file"

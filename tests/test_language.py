@@ -200,6 +200,7 @@ def test_chinese_is_wrapped_between_characters() -> None:
     assert not any(line.startswith(("，", "。")) for line in lines)
     assert any("--batch" in line for line in lines), "words stay whole"
     assert list(wrapped_anywhere("x" * 20, 16)) == ["x" * 16, "x" * 4]
+    assert list(wrapped_anywhere("显存", 1)) == ["显", "存"], "a terminal may be narrower than one of them"
 
 
 @pytest.mark.parametrize(

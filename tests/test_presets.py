@@ -434,8 +434,8 @@ def test_a_file_is_read_anew_for_each_caller(tmp_path: Path) -> None:
     path.write_text("[one]\nvalues = [1]\n")
     parse(path)["one"]["values"].append(2)
     assert parse(path) == {"one": {"values": [1]}}
-    path.write_text("[one]\nvalues = [3]\n")
-    assert parse(path) == {"one": {"values": [3]}}
+    path.write_text("\ufeff[one]\nvalues = [3]\n", encoding="utf-8")
+    assert parse(path) == {"one": {"values": [3]}}, "as an editor on Windows writes it"
 
 
 def test_a_user_without_a_home_folder_has_the_built_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,6 +448,7 @@ def test_a_user_without_a_home_folder_has_the_built_in_files(tmp_path: Path, mon
     ("text", "message"),
     [
         ("key = [", "not valid TOML"),
+        ("key = " + "[" * 5000 + "]" * 5000, "not valid TOML: its values are nested too deeply"),
         ('key = "x"\n', r"Expected `int \| null`, got `str` - at `\$.key`"),
         ("colour = 1\n", "unknown field `colour`"),
     ],

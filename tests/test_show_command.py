@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from memtop.cli import gpus as gpus_of
 from memtop.cli import requests, run
 from memtop.cli.common import proposal_lines
+from memtop.cli.output import print_json
 from memtop.cli.requests import before_spike_of, change_to, meant, planned, say_peak
 from memtop.cli.wrapping import wrapped
 from memtop.presets.schema import Settings
@@ -127,6 +128,18 @@ def test_the_metrics_of_a_long_run_are_printed_in_bounded_memory(runs: Runs) -> 
         assert [rows[0]["update"], rows[-1]["update"], len(rows)] == [0, count - 1, count]
         peaks.append(int(done.stderr) << 10)
     assert peaks[1] - peaks[0] < 12e6, peaks
+
+
+def test_no_part_of_a_document_is_printed_if_its_rows_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    def damaged() -> Iterator[int]:
+        yield from ()
+        raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        print_json({"name": "a"}, metrics=damaged())
+    assert capsys.readouterr().out == ""
+    print_json({"name": "a"}, metrics=iter([1, 2]))
+    assert json.loads(capsys.readouterr().out) == {"name": "a", "metrics": [1, 2]}
 
 
 @pytest.fixture

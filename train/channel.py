@@ -24,7 +24,7 @@ from memtop.presets import Settings, SettingsError
 from memtop.presets.checks import check
 from memtop.presets.edits import assign
 from memtop.presets.fields import LIVE, differing, not_live
-from memtop.presets.schema import TRACKERS, ranks_text
+from memtop.presets.schema import ranks_text
 from memtop.train import BadInputError, first_line
 from memtop.train.exchange import Ranks
 
@@ -186,8 +186,6 @@ class MemoryRecorder:
 def tracking_options(settings: Settings, folder: Path, more: Sequence[GeneralTracker] = ()) -> dict[str, Any]:
     """The Accelerator's arguments for trackers in `folder`; BadInputError for a missing one."""
     for name in settings.trackers:
-        if name not in TRACKERS:
-            raise BadInputError(f"trackers {name}: unknown; choose from {', '.join(TRACKERS)}")
         if not any(importlib.util.find_spec(module) for module in _MODULES.get(name, (name,))):
             raise BadInputError(f"trackers {name}: not installed: {sys.executable} -m pip install {name}")
     wanted = [*settings.trackers, *more]

@@ -5,6 +5,7 @@ JSON is exact data: it escapes control characters instead.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -43,10 +44,11 @@ def print_json(document: Any, **lists: Iterator[Any]) -> None:
     """Print one JSON document to stdout.
 
     `lists` are further values of the document. Their items are printed one by one, so that there
-    may be any number of them.
+    may be any number of them. Nothing is printed if the first ones cannot be read.
     """
     text = json_text(document, indent=2)
-    for name, items in lists.items():
+    begun = {name: itertools.chain([*itertools.islice(items, 1)], items) for name, items in lists.items()}
+    for name, items in begun.items():
         sys.stdout.write(f'{text.removesuffix("}").rstrip()},\n  "{name}": [')
         for number, item in enumerate(items):
             sys.stdout.write(f"{',' if number else ''}\n    {json_text(item)}")

@@ -89,7 +89,8 @@ def wrapped_anywhere(text: str, width: int) -> Iterator[str]:
             row = ""
         row += piece if row else piece.lstrip()
         while cell_len(row) > width:
-            start = set_cell_size(row, width).rstrip()
+            # A character can be wider than the whole line.
+            start = set_cell_size(row, width).rstrip() or row[0]
             yield start
             row = row[len(start) :]
     if row.strip():

@@ -328,8 +328,11 @@ def _unreadable(folder: RunFolder, why: str) -> RunFolderError:
 def _no_supervisor(folder: RunFolder, error: OSError | None) -> MemtopError:
     state = folder.state()
     if state is not None and state.run.folder != str(folder.path) and (pid := _supervisor_pid(folder)):
+        original = RunFolder(Path(state.run.folder))
+        if _supervisor_pid(original) == pid:
+            return RefusedError(f"run {folder.name!r}: it is a copy of {original.path}, which runs; use that one")
         back = f"`mv -T {shlex.quote(str(folder.path))} {shlex.quote(state.run.folder)}`, then repeat the command"
-        if Path(state.run.folder).exists():
+        if original.path.exists():
             back = f"another run is there now: end that one and move it away; then {back}"
         return RefusedError(
             f"run {folder.name!r}: it was renamed or moved while it ran, and its supervisor (pid {pid}) listens only "

@@ -120,5 +120,8 @@ def test_unknown_values_are_none() -> None:
     assert trained_parameters(LORA) is None, "named by path"
     assert trained_parameters(LORA, QWEN_7B) == adapter_parameters(QWEN_7B, LORA.lora or Lora(r=1, alpha=1))
     assert adapter_parameters(T5_CONFIG, Lora(r=8, alpha=8)) is None
+    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        for value in (None, "wide"):
+            assert adapter_parameters({**QWEN_7B, name: value}, Lora(r=8, alpha=8, targets=("all-linear",))) is None
     assert adapter_parameters(QWEN_7B, Lora(r=8, alpha=8, targets=("c_attn",))) is None
     assert smaller_model({"model_type": "llama", "hidden_size": 7, "intermediate_size": 8, "num_attention_heads": 1}) is None

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -189,6 +190,10 @@ def test_another_run_in_the_place_of_a_renamed_one_leaves_it_alone(runs: Runs, m
     program, supervisor = identify(before["trainer_pid"]), identify(before["supervisor_pid"])
     assert program is not None
     assert supervisor is not None
+    shutil.copytree(there, copied := runs.path / "c")
+    said = runs.memtop("stop", "c", status=1).stderr
+    assert said == f"memtop: run 'c': it is a copy of {there}, which runs; use that one\n"
+    shutil.rmtree(copied)
     there.rename(here)
     another.path.rename(there)
     starting.start_supervisor(RunFolder(there))

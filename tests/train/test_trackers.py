@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from accelerate.tracking import GeneralTracker, on_main_process
 
+from memtop.presets import SettingsError
 from memtop.train import BadInputError, TrainingError
-from memtop.train.channel import Tracking, tracking_options
+from memtop.train.channel import Tracking
 from tests.train.recipes import TINY_LLAMA, Train, documents, settings_of, trainer_in, write_rows
 
 
@@ -110,5 +111,5 @@ def test_a_tracker_that_is_not_installed_is_refused_in_one_line(
 
 
 def test_an_unknown_tracker_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match="trackers aim: unknown; choose from tensorboard, wandb"):
-        tracking_options(small(tmp_path, trackers="aim"), tmp_path)
+    with pytest.raises(SettingsError, match=r"^trackers aim: unknown; choose from tensorboard, wandb$"):
+        small(tmp_path, trackers="aim")

@@ -8,6 +8,7 @@ one read at its offset. Blank lines are skipped.
 
 from __future__ import annotations
 
+import codecs
 import os
 from array import array
 from collections.abc import Mapping, Sequence
@@ -115,6 +116,8 @@ class JsonRows(LineRows):
         source = self._source
         try:
             found = msgspec.json.decode(line)
+        except RecursionError:
+            raise BadInputError(f"{source}: {where} is invalid JSON: its values are nested too deeply") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             hint = "; one object per line is needed" if line.lstrip()[:1] in (b"[", b"{") else ""
             raise BadInputError(f"{source}: {where} is invalid JSON: {error}{hint}") from None
@@ -238,6 +241,6 @@ def _check_readable(source: DataFile) -> None:
     if not head:
         raise BadInputError(f"{source}: is empty")
     if path.suffix.lower() != ".parquet" and b"\0" in head:
-        raise BadInputError(
-            f"{source}: {path.suffix or 'a file without suffix'} is not text; give a .parquet, .jsonl or text file"
-        )
+        if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise BadInputError(f"{source}: is UTF-16, and UTF-8 is needed; convert it with `iconv -f utf-16 -t utf-8`")
+        raise BadInputError(f"{source}: has NUL bytes, so it is not text; give a .parquet, .jsonl or text file")

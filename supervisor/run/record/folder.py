@@ -168,7 +168,9 @@ def create_run(runs_dir: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:
     for a path, a command or a setting with bytes that are not UTF-8.
     """
     if not _NAME.fullmatch(spec.name):
-        raise UsageError(f"--name {spec.name!r}: use letters, digits, '.', '_' and '-', at most 100 of them")
+        raise UsageError(
+            f"--name {spec.name!r}: begin with a letter or a digit; then letters, digits, '.', '_' and '-', at most 100 in all"
+        )
     if spec.name == LATEST:
         raise UsageError(f"--name {LATEST}: this word means the newest run; choose another name")
     spec = replace(spec, id=os.urandom(8).hex())

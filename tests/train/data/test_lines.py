@@ -75,7 +75,9 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
         "empty.jsonl": (b"", "is empty"),
         "blank.txt": (b"\n \n", "has only blank lines"),
         "broken.parquet": (b"PAR1 and then nothing", "is not a complete parquet file"),
-        "weights.bin": (b"\x00\x01\x02", ".bin is not text; give a .parquet, .jsonl or text file"),
+        "weights.bin": (b"\x00\x01\x02", "has NUL bytes, so it is not text; give a .parquet, .jsonl or text file"),
+        "windows.txt": ("wide\n".encode("utf-16"), "is UTF-16, and UTF-8 is needed; convert it with `iconv"),
+        "deep.jsonl": (b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 1 is invalid JSON: its values are nested"),
         "latin.txt": ("für\n".encode("latin-1"), "line 1 is not UTF-8"),
     }
     for name, (content, expected) in cases.items():
