@@ -4,6 +4,7 @@ configuration takes is asked from functions that the caller gives."""
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, Literal
@@ -257,7 +258,16 @@ def largest_safe(settings: Settings, card: Card, quick: Ask, sure: Ask) -> tuple
     `quick` finds it; `sure` decides.
     """
     splits = splits_of(settings)
-    first = next((n for n, split in enumerate(splits) if is_safe(quick(with_split(settings, *split)), card)), 0)
+
+    def fits(place: int) -> bool:
+        return is_safe(quick(with_split(settings, *splits[place])), card)
+
+    # A smaller B needs less, but with A = 1 no gradients stay between micro-batches.
+    first = 0 if fits(0) else bisect_left(range(len(splits)), True, lo=1, key=fits)
+    if first == len(splits):
+        if quick is sure:
+            return None
+        first = 0
     for split in splits[first:]:
         tried = with_split(settings, *split)
         need = sure(tried)
