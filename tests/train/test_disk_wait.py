@@ -131,6 +131,40 @@ def test_a_stop_in_the_middle_does_not_wait(small_disk: Path) -> None:
     assert [(report["update"], report["waiting"]) for report in channel.of("save_failed")] == [(3, False), (4, False)]
 
 
+def test_a_training_that_is_to_stop_only_once_it_is_saved_goes_on(small_disk: Path) -> None:
+    """A full disk loses no update: the request is refused until there is space."""
+    filler = fill(small_disk, leave=512 * KIB)
+
+    class Freed(Recorder):
+        def answer(self, number: int, ok: bool, message: str, result: dict[str, Any] | None = None) -> None:
+            super().answer(number, ok, message, result)
+            filler.unlink(missing_ok=True)
+
+    channel = Freed()
+    channel.commands = {4: [(1, "stop", {"only_saved": True})], 8: [(2, "stop", {"only_saved": True})]}
+    training = Training(small_disk / "state", edited(save_every=100), channel=channel)
+    assert training.run() == "stopped"
+    why = f"update 4 not saved: 2 MiB needed, 0 MiB free in {small_disk}; nothing saved yet"
+    assert channel.answers == [(1, False, why), (2, True, "stopping after this update")]
+    assert channel.results == [{"unsaved": True}, {}]
+    assert len(training.losses) == newest_update(small_disk / "state") == 8
+
+
+def test_a_finished_training_refuses_to_stop_before_it_is_saved(small_disk: Path) -> None:
+    filler = fill(small_disk, leave=512 * KIB)
+
+    class Freed(Answering):
+        def answer(self, number: int, ok: bool, message: str, result: dict[str, Any] | None = None) -> None:
+            super().answer(number, ok, message, result)
+            filler.unlink()
+
+    channel = Freed(lambda answering: answering.queued.append((1, "stop", {"only_saved": True})))
+    training = Training(small_disk / "state", channel=channel, wait_for_disk=True)
+    assert training.run() == "finished"
+    why = f"update 10 not saved: 2 MiB needed, 0 MiB free in {small_disk}; nothing saved yet"
+    assert (channel.answers, newest_update(small_disk / "state")) == ([(1, False, why)], 10)
+
+
 def test_without_waiting_an_unsaved_end_is_reported_at_once(small_disk: Path) -> None:
     fill(small_disk, leave=512 * KIB)
     training = Training(small_disk / "state", edited(save_every=100))
