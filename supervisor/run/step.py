@@ -271,7 +271,7 @@ def _launched(model: Model, event: Launched) -> Model:
     launching = model.launching
     if launching is None:
         return model
-    model = trials.launched(attempts.launched(model, event), launching.change)
+    model = trials.launched(attempts.launched(warn(model, "damaged", None), event), launching.change)
     if launching.client is not None:
         model = commands.confirm(model, launching.client, launching.request)
     return model
@@ -382,6 +382,8 @@ def _of_first_rank(model: Model, report: Report) -> Model:
             text = f"checkpoint{where}: {units.size(size)}{took}"
             model = warn(model, "stop", None) if model.ladder is None else model
             return note(emit(_check_saved(model), ReadStates()), "checkpoint", text)
+        case Warned(message=str(message), topic="damaged"):
+            return note(warn(model, "damaged", message), "warning", message)
         case Warned(message=message) | SaveFailed(message=message):
             return note(model, "warning", str(message))
         case BatchSearched(message=message):
