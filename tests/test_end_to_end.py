@@ -111,7 +111,7 @@ def test_kill_9_of_supervisor_and_trainer_together_loses_nothing_that_was_saved(
     runs.kill(running["trainer_pid"])
     gone = runs.wait("a", lambda d: not d["alive"] and d["supervisor_pid"] is None and d["ended"] is not None)
     assert gone["state"] == "failed"
-    assert "no supervisor ran (ended by signal 9 (SIGKILL))" in gone["reason"]
+    assert "no supervisor has recorded that (ended by signal 9 (SIGKILL))" in gone["reason"]
     assert gone["ended_by"] == 9
     runs.memtop("restart", "a", "--headless")
     assert_same_training(runs.show("a", metrics=True), reference)
