@@ -111,7 +111,7 @@ def test_kill_9_of_supervisor_and_trainer_together_loses_nothing_that_was_saved(
     runs.kill(running["trainer_pid"])
     gone = runs.wait("a", lambda d: not d["alive"] and d["supervisor_pid"] is None and d["ended"] is not None)
     assert gone["state"] == "failed"
-    assert "no supervisor ran (ended by signal 9 (SIGKILL))" in gone["reason"]
+    assert "no supervisor has recorded that (ended by signal 9 (SIGKILL))" in gone["reason"]
     assert gone["ended_by"] == 9
     runs.memtop("restart", "a", "--headless")
     assert_same_training(runs.show("a", metrics=True), reference)
@@ -165,11 +165,33 @@ def test_a_preset_switch_keeps_the_run(runs: Runs) -> None:
 def test_a_damaged_newest_state_is_named_and_the_one_before_it_used(runs: Runs) -> None:
     runs.memtop(*tiny(runs, "--headless", "--name", "a", "--max-updates", "20"))
     weights = runs.path / "a" / "train_latest_state" / "state-00001.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-10])
-    runs.memtop("restart", "a", "--max-updates", "21", "--headless")
-    log = (runs.path / "a/attempts/0002/output.log").read_text()
-    assert "state-00001.safetensors: size or checksum differs" in log
-    assert runs.show("a")["attempts"][1]["start_updates"] == 10
+    raw = bytearray(weights.read_bytes())
+    raw[-1] ^= 1
+    weights.write_bytes(raw)
+    said = runs.memtop("restart", "a", "--max-updates", "21", "--headless").stderr
+    words = f"{weights}: size or checksum differs from the manifest; this state is now damaged_train_latest_state"
+    words += "; resuming from the newest complete state, of update 10"
+    assert f"memtop: {words}\n" in said
+    assert words in (runs.path / "a/attempts/0002/output.log").read_text()
+    document = runs.show("a")
+    assert (document["attempts"][1]["start_updates"], document["warnings"]) == (10, [words])
+    assert words in runs.memtop("show", "a").stdout
+    assert (runs.path / "a" / "damaged_train_latest_state").is_dir()
+    # The next attempt begins with a complete state.
+    runs.memtop("restart", "a", "--max-updates", "22", "--headless")
+    assert runs.show("a")["warnings"] == []
+
+
+def test_a_state_that_could_not_be_loaded_is_not_shown_as_complete(runs: Runs) -> None:
+    runs.memtop(*tiny(runs, "--headless", "--name", "a", "--max-updates", "5"))
+    weights = runs.path / "a" / "train_latest_state" / "state-00001.safetensors"
+    raw = bytearray(weights.read_bytes())
+    raw[-1] ^= 1
+    weights.write_bytes(raw)
+    runs.memtop("restart", "a", "--headless", "--max-updates", "6", status=1)
+    shown = runs.memtop("show", "a").stdout
+    assert f"checkpoint  incomplete: the trainer found it damaged: {weights}: size or checksum differs" in shown
+    assert not runs.show("a")["checkpoint"]["complete"]
 
 
 def test_no_whole_state_left_is_one_clear_line(runs: Runs) -> None:

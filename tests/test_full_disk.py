@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -138,13 +139,64 @@ def test_a_stop_ends_the_wait_and_a_restart_says_what_is_done_again(cramped: Run
     again = "12 updates since the last saved state (none) are done again"
     assert again in cramped.memtop("restart", "a", "--detach").stderr
     cramped.wait("a", lambda d: len(d["attempts"]) == 2 and waits(d))
-    # Once more, now while it waits.
-    restarted = cramped.memtop("restart", "a", "--detach").stderr
-    assert f"attempt 3 started; {again}" in restarted
+    # Once more, now while it waits: that would throw the updates away.
+    refused = cramped.memtop("restart", "a", "--detach", status=1).stderr
+    assert f"not restarted: update 12 not saved: 18 MiB needed, 11 MiB free in {cramped.path / 'a'}" in refused
     enlarge(small_disk)
     document = cramped.wait("a", lambda d: d["state"] == "finished")
     assert document["checkpoint"]["updates"] == 12
-    assert [attempt["outcome"] for attempt in document["attempts"]] == ["failed", "restarted", "finished"]
+    assert [attempt["outcome"] for attempt in document["attempts"]] == ["failed", "finished"]
+
+
+ENDLESS = ("train", "wide", "--name", "a", "--max-updates", "1000000", "--set", "save_every=1000000")
+
+
+def test_a_training_that_cannot_save_is_neither_restarted_nor_stopped_unasked(cramped: Runs, small_disk: Path) -> None:
+    cramped.memtop(*ENDLESS, "--detach")
+    cramped.wait("a", lambda d: (d["updates"] or 0) >= 2)
+    fill(small_disk)
+    refused = cramped.memtop("restart", "a", "--batch", "4", "--detach", status=1).stderr
+    assert "not restarted: update" in refused
+    assert f"18 MiB needed, 0 MiB free in {cramped.path / 'a'}; nothing saved yet; free some space" in refused
+    assert refused.splitlines()[-1].startswith("memtop: not restarted: ")
+    asked = cramped.memtop("stop", "a", status=1).stderr
+    assert "not stopped: update" in asked
+    assert "stop it again: it ends without saving then" in asked
+    document = cramped.show("a")
+    assert (document["state"], document["alive"], len(document["attempts"])) == ("training", True, 1)
+    # The trainer cannot even report how it ended.
+    ended = cramped.memtop("stop", "a", status=1).stderr
+    assert re.search(r"stopped as requested: exit status 1; \d+ updates since the last saved state \(none\) are lost", ended)
+    (small_disk / "fill").unlink()
+    assert cramped.wait("a", lambda d: d["state"] == "stopped")["checkpoint"] is None
+
+
+def test_a_training_restarts_once_it_can_save(cramped: Runs, small_disk: Path) -> None:
+    cramped.memtop(*ENDLESS, "--detach")
+    before = cramped.wait("a", lambda d: (d["updates"] or 0) >= 2)["updates"]
+    cramped.memtop("restart", "a", "--batch", "4", "--detach", status=1)
+    enlarge(small_disk)
+    cramped.memtop("restart", "a", "--batch", "4", "--detach")
+    document = cramped.wait("a", lambda d: len(d["attempts"]) == 2 and (d["updates"] or 0) > before)
+    assert document["attempts"][0]["outcome"] == "restarted"
+    assert document["checkpoint"]["updates"] >= before
+    cramped.memtop("stop", "a")
+
+
+def test_a_second_interrupt_ends_a_training_that_cannot_save(cramped: Runs) -> None:
+    follower = cramped.start(*ENDLESS, "--headless", stderr=subprocess.PIPE)
+    assert follower.stderr is not None
+    follower.stderr.readline()  # the run is there
+    cramped.wait("a", lambda d: (d["updates"] or 0) >= 2)
+    follower.send_signal(signal.SIGINT)
+    for line in follower.stderr:
+        if "not stopped: update" in line:
+            break
+    cramped.wait("a", lambda d: any("not stopped" in warning for warning in d["warnings"]))
+    follower.send_signal(signal.SIGINT)
+    rest = follower.stderr.read()
+    assert follower.wait(timeout=120) == 1, rest
+    assert re.search(r"run a: failed \(stopped at update \d+, not saved: 18 MiB needed", rest), rest
 
 
 def test_a_signal_from_outside_ends_the_wait_for_good(cramped: Runs) -> None:

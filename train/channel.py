@@ -258,10 +258,16 @@ class Requests(msgspec.Struct, frozen=True):
     save_ended: bool = False
     """Whether the first rank's save in progress has ended since the last boundary."""
     save_failed: bool = False
+    leave: bool = False
+    """To stop, but only once the state is saved."""
+    leaving: tuple[int, ...] = ()
+    """Ids of this rank's commands to do so."""
 
 
 class Control:
-    """Collects commands and signals. SIGTERM and SIGINT: finish the update, save and exit."""
+    """Collects commands and signals. SIGTERM and SIGINT: finish the update, save and exit, also if
+    the state cannot be saved.
+    """
 
     def __init__(self, channel: Channel, accelerator: Accelerator) -> None:
         self._channel = channel
@@ -280,9 +286,11 @@ class Control:
 
         `saved`: whether this rank's save in progress has ended, and whether it failed.
         """
-        save, waiting, changes = False, [], []
+        save, waiting, leaving, changes = False, [], [], []
         for number, name, values in self._channel.take_commands():
-            if name == "stop":
+            if name == "stop" and values.get("only_saved"):
+                leaving.append(number)
+            elif name == "stop":
                 # Answered at once: the process may end before a later answer could be sent.
                 self._stop = True
                 self._channel.answer(number, True, "stopping after this update")
@@ -291,9 +299,18 @@ class Control:
             else:
                 save = True
                 waiting.append(number)
-        saving, stopping, changing, *ended = self._ranks.sums(save, self._stop, len(changes), *saved)
+        saving, stopping, leave, changing, *ended = self._ranks.sums(save, self._stop, len(leaving), len(changes), *saved)
         requested = self._ranks.from_first(tuple(changes)) if changing else ()
-        return Requests(saving > 0, stopping > 0, tuple(waiting), requested, ended[0] > 0, ended[1] > 0)
+        return Requests(
+            save=saving > 0,
+            stop=stopping > 0,
+            commands=tuple(waiting),
+            changes=requested,
+            save_ended=ended[0] > 0,
+            save_failed=ended[1] > 0,
+            leave=leave > 0,
+            leaving=tuple(leaving),
+        )
 
     def answer(self, number: int, ok: bool, message: str, result: dict[str, Any]) -> None:
         """Answer a change, on the rank that received it."""

@@ -2,8 +2,9 @@
 
 The state depends on neither batch, processes, ZeRO stage nor offload: any of them resumes from any
 other. A save writes a temporary folder, flushes it to the disk and renames it into place; the
-previous state is kept. At every moment there is at least one complete state on the disk, and a
-folder that was only half written is never taken for one.
+previous state is kept. A resume moves damaged states aside, so that no save takes one for complete.
+At every moment there is at least one complete state on the disk, and a folder that was only half
+written is never taken for one.
 """
 
 from __future__ import annotations
@@ -23,16 +24,21 @@ from memtop.presets import Settings
 from memtop.train import DISK_FULL, BadInputError
 from memtop.train.engine import Engine, count_parameters, trained_parameters
 from memtop.train.state_files import (
+    DAMAGED_NAME,
     MANIFEST_NAME,
+    BrokenStateError,
     Cut,
     Manifest,
     SavedTensors,
     ShardReader,
     ShardWriter,
     Stored,
+    leftovers,
     link_or_copy,
+    newest_complete,
     older_states,
     previous_of,
+    read_manifest,
     stored,
     sync,
 )
@@ -170,6 +176,61 @@ def state_bytes(model: torch.nn.Module) -> int:
     return 12 * count_parameters(trained_parameters(model).values()) + _MARGIN_BYTES
 
 
+def take_newest(state_dir: Path) -> tuple[Manifest, str | None] | None:
+    """Make the newest complete state `state_dir`, to resume from; None if there is no state. Also
+    say what was wrong with a newer one, and where it is now.
+
+    BrokenStateError if there are states but none is complete. They are marked and stay.
+    """
+    for kept in (best_state(state_dir), _before_spike(state_dir)):
+        _put_back(kept)
+    try:
+        found = newest_complete(state_dir)
+    except BrokenStateError as error:
+        for folder, problem in error.folders.items():
+            _mark(folder, problem)
+        raise
+    if found is None:
+        return None
+    folder, manifest, problems = found
+    for damaged in problems:
+        aside = _aside(damaged)
+        shutil.rmtree(aside, ignore_errors=True)
+        damaged.rename(aside)
+    if folder != state_dir:
+        folder.rename(state_dir)
+    (state_dir / DAMAGED_NAME).unlink(missing_ok=True)
+    sync(state_dir.parent)
+    if not problems:
+        return manifest, None
+    damaged, problem = next(iter(problems.items()))
+    return manifest, f"{problem}; this state is now {_aside(damaged).name}"
+
+
+def _aside(damaged: Path) -> Path:
+    return damaged.with_name(f"damaged_{damaged.name}")
+
+
+def _mark(folder: Path, problem: str) -> None:
+    """Leave a note for those who do not compare checksums."""
+    try:
+        (folder / DAMAGED_NAME).write_text(problem)
+    except OSError as error:
+        print(f"memtop: {folder / DAMAGED_NAME}: cannot be written: {error.strerror}", flush=True)
+
+
+def _put_back(folder: Path) -> None:
+    """Finish what a kill between two renames has interrupted."""
+    for leftover in [] if folder.exists() else leftovers(folder):
+        try:
+            read_manifest(leftover)
+        except BrokenStateError:
+            continue  # It is only half written.
+        leftover.rename(folder)
+        sync(folder.parent)
+        return
+
+
 def _move_into_place(temporary: Path, state_dir: Path, *, keep: int) -> None:
     """Make the new state the newest.
 
@@ -219,7 +280,11 @@ def keep_best(state_dir: Path) -> None:
 
 def keep_before_spike(state_dir: Path, found: Path) -> None:
     """Keep the state in the folder `found` while it is open whether the run goes back to it."""
-    _keep(found, state_dir.with_name(f"{state_dir.name}.before_spike"))
+    _keep(found, _before_spike(state_dir))
+
+
+def _before_spike(state_dir: Path) -> Path:
+    return state_dir.with_name(f"{state_dir.name}.before_spike")
 
 
 def _keep(source: Path, target: Path) -> None:
@@ -239,10 +304,13 @@ def _keep(source: Path, target: Path) -> None:
         if error.errno in DISK_FULL:
             raise NoSpaceError(target.parent, needed, f"cannot make links or copies in {target.name}") from None
         raise
+    # Its name sorts after the new one's: after a kill here, the new one is put back.
+    former = temporary.with_name(f"{temporary.name}.former")
     if target.exists():
-        shutil.rmtree(target)
+        target.rename(former)
     temporary.rename(target)
     sync(target.parent)
+    shutil.rmtree(former, ignore_errors=True)
 
 
 def _copied_bytes(state_dir: Path, begun: Path) -> int:
@@ -254,5 +322,5 @@ def _copied_bytes(state_dir: Path, begun: Path) -> int:
 
 def _remove_leftovers(folder: Path) -> None:
     """Delete what a killed save of this folder left half written."""
-    for leftover in folder.parent.glob(f"{folder.name}.tmp-*"):
+    for leftover in leftovers(folder):
         shutil.rmtree(leftover, ignore_errors=True)

@@ -36,10 +36,10 @@ from memtop.train.state_files import (
     BrokenStateError,
     Manifest,
     ShardReader,
+    leftovers,
     link_or_copy,
-    older_states,
-    previous_of,
     read_manifest,
+    states_of,
 )
 
 SHARD_SIZE = "5GB"
@@ -137,11 +137,10 @@ def _checked_target(out: Path) -> Path:
 @contextlib.contextmanager
 def held_state(state_dir: Path, *, best: bool) -> Iterator[ExportSource]:
     """The best or newest complete state, kept by links or copies if a trainer replaces it."""
-    order = [state_dir, previous_of(state_dir), *older_states(state_dir)]
-    if best:
-        order.insert(0, best_state(state_dir))
+    bests = [best_state(state_dir), *leftovers(best_state(state_dir))] if best else []
+    half_written = [*leftovers(best_state(state_dir)), *leftovers(state_dir)]
     problem: str | None = None
-    for folder in order:
+    for folder in (*bests, *states_of(state_dir)):
         if not folder.is_dir():
             continue
         with contextlib.ExitStack() as stack:
@@ -151,6 +150,8 @@ def held_state(state_dir: Path, *, best: bool) -> Iterator[ExportSource]:
                     link_or_copy(path, links / path.name)
                 manifest = read_manifest(links)
             except BrokenStateError as error:
+                if folder in half_written:
+                    continue
                 problem = problem or str(error).replace(str(links), str(folder))
                 continue
             except OSError as error:
@@ -158,6 +159,8 @@ def held_state(state_dir: Path, *, best: bool) -> Iterator[ExportSource]:
                 continue
             if problem is not None:
                 print(f"memtop: {problem}; using {folder} instead", file=sys.stderr)
+            elif best and folder not in bests:
+                print(f"memtop: no best state was kept; using {folder} instead", file=sys.stderr)
             yield ExportSource(links, folder, manifest)
             return
     if problem is None:

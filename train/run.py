@@ -20,7 +20,7 @@ from memtop.train import BadInputError, TrainingError, UnsavedError
 from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.agent.memory import keep_freed_memory
 from memtop.train.channel import Channel, Control, MemoryRecorder, Tracking, open_channel, tracking_options, warn_from_first
-from memtop.train.checkpoint import load_weights
+from memtop.train.checkpoint import load_weights, take_newest
 from memtop.train.compile_lock import Enter
 from memtop.train.data import OpenedData, open_data
 from memtop.train.devices import (
@@ -39,7 +39,7 @@ from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
 from memtop.train.order import Position
 from memtop.train.packing import use_packing
-from memtop.train.state_files import BrokenStateError, Cut, Manifest, ShardReader, newest_complete
+from memtop.train.state_files import BrokenStateError, Cut, Manifest, ShardReader
 from memtop.train.trainer import Trainer
 from memtop.train.zero import ZeroEngine, open_deepspeed
 
@@ -94,7 +94,7 @@ def _train(
     record("before model load")
     control = Control(channel, accelerator)
     control.catch_signals()
-    found = find_state(state_dir, accelerator) if resume else None
+    found = find_state(state_dir, accelerator, channel) if resume else None
     check_resumed(chosen, was_on_gpu=found is not None and found[1].on_gpu)
     engine, position = open_engine(settings, accelerator, config, found, tell=partial(notify, warning=False), enter=enter)
     record("after model load")
@@ -295,12 +295,12 @@ def _precision(settings: Settings, on_gpu: bool) -> str:
     return settings.precision
 
 
-def find_state(state_dir: Path, accelerator: Accelerator) -> tuple[Path, Manifest] | None:
+def find_state(state_dir: Path, accelerator: Accelerator, channel: Channel) -> tuple[Path, Manifest] | None:
     """The state to resume from. The first rank checks every byte and broadcasts the result."""
-    answer: tuple[Path, Manifest, str | None] | str | None = None
+    answer: tuple[Manifest, str | None] | str | None = None
     if accelerator.is_main_process:
         try:
-            answer = newest_complete(state_dir)
+            answer = take_newest(state_dir)
         except BrokenStateError as error:
             answer = (
                 f"{error}; no complete state is left to resume from; move {state_dir.parent} aside or start again with --fresh"
@@ -310,10 +310,12 @@ def find_state(state_dir: Path, accelerator: Accelerator) -> tuple[Path, Manifes
         raise BadInputError(answer)
     if answer is None:
         return None
-    folder, manifest, problem = answer
+    manifest, problem = answer
     if problem is not None and accelerator.is_main_process:
-        print(f"memtop: {problem}; resuming from the state before it, {folder}", flush=True)
-    return folder, manifest
+        text = f"{problem}; resuming from the newest complete state, of update {manifest.updates}"
+        channel.report("warning", message=text, topic="damaged")
+        print(f"memtop: {text}", flush=True)
+    return state_dir, manifest
 
 
 def _notify_resumed(folder: Path, manifest: Manifest, settings: Settings, notify: _Notifier) -> None:

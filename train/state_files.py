@@ -18,7 +18,7 @@ import os
 import shutil
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +32,8 @@ SavedTensors = Iterator[tuple[str, dict[str, torch.Tensor]]]
 """Each trained parameter's name, with weight, step and moments."""
 
 MANIFEST_NAME = "manifest.json"
+DAMAGED_NAME = "damaged.txt"
+"""Says in a state's folder why it could not be loaded: the sizes of its files do not show that."""
 SHARD_BYTES = 128 << 20
 """Tensors in one file, unless one parameter is larger. Files are checked in parallel."""
 _BUFFER_BYTES = 4 << 20
@@ -96,6 +98,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 class BrokenStateError(Exception):
     """A state folder that cannot be loaded; the text names the file and the problem."""
+
+    folders: Mapping[Path, str] = {}
+    """If no state of a run can be loaded: each of them, with its problem."""
 
 
 def in_thread(work: Callable[[], T], name: str) -> Future[T]:
@@ -199,27 +204,41 @@ def older_states(state_dir: Path) -> list[Path]:
     return sorted(found, key=lambda p: int(p.name.removeprefix(prefix)), reverse=True)
 
 
-def newest_complete(state_dir: Path) -> tuple[Path, Manifest, str | None] | None:
-    """The newest complete state, and what is wrong with a newer one; None if there is no state.
+def leftovers(folder: Path) -> list[Path]:
+    """What killed saves of this folder have left: a complete state if all was written."""
+    return sorted(folder.parent.glob(f"{folder.name}.tmp-*"))
+
+
+def states_of(state_dir: Path) -> list[Path]:
+    """Where a state of this run may be, the newest first."""
+    return [state_dir, *leftovers(state_dir), previous_of(state_dir), *older_states(state_dir)]
+
+
+def newest_complete(state_dir: Path) -> tuple[Path, Manifest, dict[Path, str]] | None:
+    """The newest complete state, and newer ones with their problems; None if there is no state.
 
     BrokenStateError if there are states but none is complete.
     """
-    problem: str | None = None
-    for folder in (state_dir, previous_of(state_dir), *older_states(state_dir)):
+    problems: dict[Path, str] = {}
+    half_written = leftovers(state_dir)
+    for folder in states_of(state_dir):
         if not folder.is_dir():
             continue
         try:
-            return folder, read_manifest(folder), problem
+            return folder, read_manifest(folder), problems
         except BrokenStateError as error:
-            problem = problem or str(error)
-    if problem is None:
+            if folder not in half_written:
+                problems[folder] = str(error)
+    if not problems:
         return None
-    raise BrokenStateError(problem)
+    broken = BrokenStateError(next(iter(problems.values())))
+    broken.folders = problems
+    raise broken
 
 
 def newest_update(state_dir: Path) -> int | None:
     """The update of the newest saved state, by its manifest alone; None without a state."""
-    for folder in (state_dir, previous_of(state_dir), *older_states(state_dir)):
+    for folder in states_of(state_dir):
         try:
             return _decode(folder / MANIFEST_NAME).updates
         except BrokenStateError:

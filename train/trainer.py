@@ -194,14 +194,14 @@ class Trainer:
             if (doubt := self._skipped_steps.doubt) is not None:
                 for number in requests.commands:
                     control.answer(number, False, f"not saved: {doubt}; the last saved checkpoint is unchanged", {})
-            elif requests.save or requests.stop or best or due:
+            elif requests.save or requests.stop or requests.leave or best or due:
                 self._put_off = False
-                self.save(best=best, commands=requests.commands, background=not requests.stop)
+                self.save(best=best, commands=requests.commands, background=not (requests.stop or requests.leave))
             if (plan.number + 1) % self.settings.save_every == 0:
                 self._saver.prepare()
             if plan.number % RECORD_EVERY == 0:
                 self._record(f"update {plan.number}")
-            if requests.stop:
+            if self._leaves(requests) or requests.stop:
                 self._saver.finish()
                 return "finished" if self._at_target and self.unsaved is None else "stopped"
         return self._finish(control)
@@ -211,6 +211,19 @@ class Trainer:
         due = self._put_off or (update % self.settings.save_every == 0 and not self._at_target)
         self._put_off = due and self._spikes.suspects
         return due and not self._put_off
+
+    def _leaves(self, requests: Requests) -> bool:
+        """Whether to stop only once the state is saved, and it is; answer who has asked for that.
+        Weights that may be bad need not be saved.
+        """
+        leaves = requests.leave and (self._skipped_steps.doubt is not None or self.unsaved is None)
+        problem = f"update {self.position.updates} not saved: {self._saver.problem}"
+        for number in requests.leaving:
+            if leaves or requests.stop:
+                self._channel.answer(number, True, "stopping after this update")
+            else:
+                self._channel.answer(number, False, problem, {"unsaved": True})
+        return leaves
 
     def _at_boundary(self, control: Control) -> Requests:
         """What is requested; also note on all ranks whether the save in progress has ended."""
@@ -435,8 +448,9 @@ class Trainer:
             requests = control.at_boundary()
             for number, _ in requests.changes:
                 control.answer(number, False, "training has finished; it waits for disk space to save its state", {})
-            if self._ranks.any(requests.save or self._saver.retry_due(at_once=requests.stop)):
+            if self._ranks.any(requests.save or self._saver.retry_due(at_once=requests.stop or requests.leave)):
                 self.save(end=True, commands=requests.commands)
+            self._leaves(requests)
             if requests.stop and self.unsaved is not None:
                 return "stopped"
         return "finished"

@@ -18,7 +18,7 @@ from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.run import client, starting
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
 from memtop.supervisor.run.view import read_state
-from memtop.supervisor.wire import EventRows, Message, Phase, RunState, StateUpdate, Stop, Subscribe
+from memtop.supervisor.wire import Answer, EventRows, Message, Outcome, Phase, RunState, StateUpdate, Stop, Subscribe
 
 _PROGRESS_SECONDS = 5.0
 RETRY_SECONDS = 0.3
@@ -157,6 +157,10 @@ class _Follower:
                 message = finished.result()
                 if message is None:
                     return False
+                if isinstance(message, Answer) and message.id == 2 and message.outcome is Outcome.FAILED:
+                    # It could not save, and goes on: another Ctrl+C ends it without that.
+                    stop_asked = self._stop_printed = self._stop_sent = False
+                    self._interrupts = 0
                 if isinstance(message, EventRows):
                     self._report_events(message)
                 if isinstance(message, StateUpdate):

@@ -183,13 +183,30 @@ def done_again(reached: int | None, saved: Checkpoint | None) -> str | None:
     """The updates of an ended attempt that the next one must repeat; None if there are none, or if
     that is not known.
     """
+    count, at = _unsaved(reached, saved)
+    if not count:
+        return None
+    s, are = ("s", "are") if count > 1 else ("", "is")
+    return f"{count} update{s} since the last saved state ({at}) {are} done again"
+
+
+def lost(reached: int | None, saved: Checkpoint | None) -> str | None:
+    """The updates of an ended attempt that are not saved; None if there are none, or if that is not
+    known.
+    """
+    count, at = _unsaved(reached, saved)
+    if not count:
+        return None
+    s, are = ("s", "are") if count > 1 else ("", "is")
+    return f"{count} update{s} since the last saved state ({at}) {are} lost"
+
+
+def _unsaved(reached: int | None, saved: Checkpoint | None) -> tuple[int, str]:
+    """How many updates are not saved, and where the last saved state is; 0 if that is not known."""
     if reached is None or (saved is not None and not saved.complete):
-        return None
+        return 0, ""
     since = (saved.updates or 0) if saved is not None else 0
-    if reached <= since:
-        return None
-    lost, at = reached - since, "none" if saved is None else f"at update {since}"
-    return f"{lost} update{'s' if lost > 1 else ''} since the last saved state ({at}) {'are' if lost > 1 else 'is'} done again"
+    return max(0, reached - since), "none" if saved is None else f"at update {since}"
 
 
 FROM_ZERO = "starts again from update 0, unless it resumes by itself: memtop knows no checkpoint of this program"

@@ -34,11 +34,12 @@ _NEXT: dict[Phase, frozenset[Phase]] = {
     Phase.QUEUED: frozenset({Phase.STARTING, Phase.FAILED, Phase.STOPPED}),
     Phase.STARTING: frozenset({Phase.TRAINING, Phase.STOPPING, Phase.RESTARTING, Phase.FINISHED, Phase.STOPPED, Phase.FAILED}),
     Phase.TRAINING: frozenset({Phase.STOPPING, Phase.RESTARTING, Phase.FINISHED, Phase.STOPPED, Phase.FAILED}),
-    # A stop may be requested while a restart waits for the program to end, and vice versa.
-    Phase.STOPPING: frozenset({Phase.RESTARTING, Phase.FINISHED, Phase.STOPPED, Phase.FAILED}),
+    # A stop may be requested while a restart waits for the program to end, and vice versa. The
+    # trainer goes on if it cannot save.
+    Phase.STOPPING: frozenset({Phase.TRAINING, Phase.RESTARTING, Phase.FINISHED, Phase.STOPPED, Phase.FAILED}),
     # A restart may turn out to be impossible when the program has stopped, or has done its last
     # update.
-    Phase.RESTARTING: frozenset({Phase.STARTING, Phase.STOPPING, Phase.FINISHED, Phase.STOPPED, Phase.FAILED}),
+    Phase.RESTARTING: frozenset({Phase.STARTING, Phase.TRAINING, Phase.STOPPING, Phase.FINISHED, Phase.STOPPED, Phase.FAILED}),
     # Final until someone restarts the run.
     Phase.FINISHED: frozenset({Phase.STARTING}),
     Phase.STOPPED: frozenset({Phase.STARTING}),

@@ -281,6 +281,8 @@ class Warned(Timed, frozen=True, kw_only=True, tag="warning"):
     """Something that the person should know."""
 
     message: Text | None = None
+    topic: Word | None = None
+    """It stays a warning of this topic until the next attempt begins. None: it is an event only."""
 
 
 class MemoryRecord(Timed, frozen=True, kw_only=True, tag="memory"):

@@ -42,7 +42,7 @@ from memtop.supervisor.run.events import (
     WorkersStarted,
     WriteChecked,
 )
-from memtop.supervisor.run.model import AttemptStage, Cause, Model, Purpose, emit, move, not_by_signal, note, warn
+from memtop.supervisor.run.model import AttemptStage, Cause, Model, Purpose, emit, move, not_by_signal, note, refused, warn
 from memtop.supervisor.run.reports import (
     BatchSearched,
     Evaluated,
@@ -256,7 +256,10 @@ def _answered(model: Model, event: Answered) -> Model:
     model = replace(model, asks={number: other for number, other in model.asks.items() if number != event.ask})
     match pending.purpose:
         case Purpose.STOP:
-            return stopping.answered(model, pending, event)
+            after = stopping.answered(model, pending, event)
+            if model.ladder is not None and after.ladder is None:
+                after = trials.launch_refused(after, refused(event.answers) or "")
+            return after
         case Purpose.LEAK:
             return prevention.answered(model, pending, event)
         case Purpose.TRIAL:
@@ -268,7 +271,7 @@ def _launched(model: Model, event: Launched) -> Model:
     launching = model.launching
     if launching is None:
         return model
-    model = trials.launched(attempts.launched(model, event), launching.change)
+    model = trials.launched(attempts.launched(warn(model, "damaged", None), event), launching.change)
     if launching.client is not None:
         model = commands.confirm(model, launching.client, launching.request)
     return model
@@ -377,7 +380,10 @@ def _of_first_rank(model: Model, report: Report) -> Model:
             took += "" if pause is None else f", training stopped for {pause:.1f} s"
             where = "" if updates is None else f" at update {updates}"
             text = f"checkpoint{where}: {units.size(size)}{took}"
+            model = warn(model, "stop", None) if model.ladder is None else model
             return note(emit(_check_saved(model), ReadStates()), "checkpoint", text)
+        case Warned(message=str(message), topic="damaged"):
+            return note(warn(model, "damaged", message), "warning", message)
         case Warned(message=message) | SaveFailed(message=message):
             return note(model, "warning", str(message))
         case BatchSearched(message=message):

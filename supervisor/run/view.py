@@ -95,7 +95,7 @@ def _unrecorded_end(folder: RunFolder, state: RunState, *, stalled: bool) -> dic
         return {"state": Phase.FAILED, "reason": f"supervisor and trainer are both gone: {again}"}
     status = None if ended.status == UNKNOWN_STATUS else ended.status
     words = "exit status 0" if status == 0 else describe_status(status)
-    reason = f"the program ended while no supervisor ran ({words}): {again} goes on"
+    reason = f"the program ended, and no supervisor has recorded that ({words}): {again} goes on"
     values = {"reason": reason, "ended": ended.ended, "exit_status": status}
     if ended.status != 0:
         # A program that was being stopped may have got its signal from memtop.

@@ -73,3 +73,9 @@ def test_the_state_before_is_offered_when_the_newest_is_broken(tmp_path: Path) -
     found = newest_checkpoint(latest)
     assert found is not None
     assert (found.complete, found.updates) == (True, 8)
+    # A kill before the rename has left a newer one, on which the next attempt goes on.
+    (tmp_path / "train_latest_state.tmp-7").mkdir()
+    saved(tmp_path / "train_latest_state.tmp-8", 10)
+    found = newest_checkpoint(latest)
+    assert found is not None
+    assert (found.complete, found.updates) == (True, 10)

@@ -82,7 +82,7 @@ def test_a_run_goes_through_its_life() -> None:
         (Phase.CREATED, Phase.TRAINING),
         (Phase.FINISHED, Phase.TRAINING),
         (Phase.STOPPED, Phase.STOPPING),
-        (Phase.RESTARTING, Phase.TRAINING),
+        (Phase.RESTARTING, Phase.QUEUED),
         (Phase.TRAINING, Phase.STARTING),
     ],
 )

@@ -49,6 +49,42 @@ def rungs(brain: Brain, *waits: float) -> list[str]:
     return sent
 
 
+def refuse(brain: Brain) -> None:
+    """The trainer answers that it could not save."""
+    ask = brain.asked(AskRanks)[-1].ask
+    unsaved = AgentAnswer(rank=0, ok=False, message="update 7 not saved: no space", result={"unsaved": True})
+    brain.tell(Answered(ask=ask, answers=(unsaved,)))
+
+
+def test_a_trainer_that_cannot_save_goes_on_until_it_is_stopped_again() -> None:
+    brain = training(agents=frozenset({0}))
+    stop(brain)
+    refuse(brain)
+    assert (brain.model.phase, brain.model.ladder) == (Phase.TRAINING, None)
+    told = brain.answers()[-1]
+    assert told.outcome is Outcome.FAILED
+    assert told.message.startswith("not stopped: update 7 not saved: no space; ")
+    assert rungs(brain, 100.0, 100.0) == []
+    assert run_state(brain.model).warnings == (told.message,)
+    stop(brain)
+    assert [asked.values for asked in brain.asked(AskRanks)] == [{"only_saved": True}, None]
+    assert run_state(brain.model).warnings == ()
+    end(brain, 1)
+    lost = "2 updates since the last saved state (at update 5) are lost"
+    assert (brain.model.phase, brain.model.reason) == (Phase.STOPPED, f"stopped as requested: exit status 1; {lost}")
+    assert (brain.answers()[-1].outcome, brain.answers()[-1].message) == (Outcome.FAILED, brain.model.reason)
+
+
+def test_a_restart_does_not_end_a_trainer_that_cannot_save() -> None:
+    brain = training(agents=frozenset({0}))
+    restart(brain)
+    refuse(brain)
+    assert (brain.model.phase, brain.model.pending) == (Phase.TRAINING, None)
+    assert brain.answers()[-1].outcome is Outcome.FAILED
+    assert brain.messages("warning") == ["not restarted: update 7 not saved: no space; free some space"]
+    assert rungs(brain, 100.0) == []
+
+
 def test_the_ladder_climbs_only_as_time_passes() -> None:
     ladder = begin_ladder(Waits(graceful=60, terminate=40), 0.0, asked=True)
     names = []

@@ -109,7 +109,7 @@ def test_a_program_that_ended_without_a_supervisor_says_how(runs: Runs, status: 
     (runs.root / "go").touch()
     document = runs.wait("a", lambda d: not d["alive"] and d["ended"] is not None)
     assert document["state"] == state
-    words = f"the program ended while no supervisor ran (exit status {status}): memtop restart a goes on"
+    words = f"the program ended, and no supervisor has recorded that (exit status {status}): memtop restart a goes on"
     assert document["reason"] == words
 
 

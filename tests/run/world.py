@@ -264,8 +264,8 @@ class World:
                 self.later.append(on.CheckpointKept(problem="no space" if self.disk_full else None))
             case do.ReleaseState():
                 self.held = None
-            case do.AskRanks(ask=number, name=name):
-                self.later.append(self._asked(number, name))
+            case do.AskRanks(ask=number, name=name, values=values):
+                self.later.append(self._asked(number, name, values or {}))
             case do.Reply(answer=answer):
                 if answer.outcome is Outcome.ACCEPTED and answer.id in self.stops:
                     self.accepted.clear()  # all that was asked for before is called off
@@ -330,7 +330,7 @@ class World:
             self._end(-2 if name == "SIGINT" else -15)
         return on.Signalled(name=name, processes=(on.NamedProcess(1, "python"),))
 
-    def _asked(self, number: int, name: str) -> on.Answered:
+    def _asked(self, number: int, name: str, values: dict[str, Any]) -> on.Answered:
         program = self.program
         if program is None or not program.connected:
             return on.Answered(ask=number, answers=())
@@ -338,6 +338,8 @@ class World:
         result: dict[str, Any] = {"update": program.update + 1}
         if ok and name == "checkpoint":
             ok = self._save()
+        if values.get("only_saved") and self.disk_full:
+            ok, result = False, {"unsaved": True}
         if ok and name == "stop":
             program.asked_to_stop = True
         return on.Answered(ask=number, answers=(on.AgentAnswer(rank=0, ok=ok, message="" if ok else "no", result=result),))

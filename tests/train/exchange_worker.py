@@ -314,13 +314,13 @@ def waits(folder: Path) -> dict[str, Any]:
     if first:
         slow(host_memory, "host_plan")
         slow(checkpoint, "ShardWriter")
-        slow(run, "newest_complete")
+        slow(run, "take_newest")
     settings = small(dropout=0.0, batch=2, accumulation=1, world_size=2)
     training = fresh(folder, settings)
     if not first:
         training.engine.saved_tensors = lambda: (_ for _ in ()).throw(NotOnThisRank)
     training.trainer.save()
-    found = run.find_state(folder / "train_latest_state", accelerator)
+    found = run.find_state(folder / "train_latest_state", accelerator, training.channel)
     assert found is not None
     workers = host_memory.agree_on_host_plan(settings, accelerator).workers
     exchange = GradientSum(accelerator, torch.nn.Linear(4, 4))

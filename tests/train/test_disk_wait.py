@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from memtop.train.state_saver import DiskWait
 from tests.forking import Program
 from tests.train.support import Recorder, Training, edited, held_out
 from tests.train.test_processes import environment, reports
+from tests.train.test_processes import listener as listener
 
 KIB = 1 << 10
 
@@ -129,6 +131,40 @@ def test_a_stop_in_the_middle_does_not_wait(small_disk: Path) -> None:
     assert training.trainer.unsaved is not None
     assert training.trainer.unsaved.startswith("stopped at update 4, not saved: 2 MiB needed")
     assert [(report["update"], report["waiting"]) for report in channel.of("save_failed")] == [(3, False), (4, False)]
+
+
+def test_a_training_that_is_to_stop_only_once_it_is_saved_goes_on(small_disk: Path) -> None:
+    """A full disk loses no update: the request is refused until there is space."""
+    filler = fill(small_disk, leave=512 * KIB)
+
+    class Freed(Recorder):
+        def answer(self, number: int, ok: bool, message: str, result: dict[str, Any] | None = None) -> None:
+            super().answer(number, ok, message, result)
+            filler.unlink(missing_ok=True)
+
+    channel = Freed()
+    channel.commands = {4: [(1, "stop", {"only_saved": True})], 8: [(2, "stop", {"only_saved": True})]}
+    training = Training(small_disk / "state", edited(save_every=100), channel=channel)
+    assert training.run() == "stopped"
+    why = f"update 4 not saved: 2 MiB needed, 0 MiB free in {small_disk}; nothing saved yet"
+    assert channel.answers == [(1, False, why), (2, True, "stopping after this update")]
+    assert channel.results == [{"unsaved": True}, {}]
+    assert len(training.losses) == newest_update(small_disk / "state") == 8
+
+
+def test_a_finished_training_refuses_to_stop_before_it_is_saved(small_disk: Path) -> None:
+    filler = fill(small_disk, leave=512 * KIB)
+
+    class Freed(Answering):
+        def answer(self, number: int, ok: bool, message: str, result: dict[str, Any] | None = None) -> None:
+            super().answer(number, ok, message, result)
+            filler.unlink()
+
+    channel = Freed(lambda answering: answering.queued.append((1, "stop", {"only_saved": True})))
+    training = Training(small_disk / "state", channel=channel, wait_for_disk=True)
+    assert training.run() == "finished"
+    why = f"update 10 not saved: 2 MiB needed, 0 MiB free in {small_disk}; nothing saved yet"
+    assert (channel.answers, newest_update(small_disk / "state")) == ([(1, False, why)], 10)
 
 
 def test_without_waiting_an_unsaved_end_is_reported_at_once(small_disk: Path) -> None:
@@ -280,6 +316,42 @@ def test_two_ranks_wait_together(tmp_path: Path, small_disk: Path, room: bool) -
     else:
         assert ends[0]["message"].startswith("finished update 10, not saved: 2 MiB needed")
         assert "memtop: finished update 10, not saved:" in log
+
+
+def test_two_ranks_go_on_together_until_they_can_save(tmp_path: Path, small_disk: Path, listener: socket.socket) -> None:
+    filler = fill(small_disk, leave=512 * KIB)
+    settings = edited(world_size=2, batch=4, accumulation=1, target_samples=8 * 100_000, save_every=100_000)
+    process = start(tmp_path, small_disk / "state", settings, tmp_path / "log", MEMTOP_SOCKET=listener.getsockname())
+    try:
+        streams = [listener.accept()[0].makefile("rwb") for _ in range(2)]
+        first = {json.loads(stream.readline())["rank"]: stream for stream in streams}[0]
+        # The agent greets before the trainer offers commands.
+        while not (
+            (tmp_path / "rank-0.jsonl").exists() and any(one["type"] == "step" for one in whole(tmp_path / "rank-0.jsonl"))
+        ):
+            assert process.poll() is None
+            time.sleep(0.05)
+
+        def ask() -> dict[str, Any]:
+            first.write(b'{"type": "command", "id": 1, "name": "stop", "values": {"only_saved": true}}\n')
+            first.flush()
+            return dict(json.loads(first.readline()))
+
+        refused = ask()
+        assert (refused["ok"], refused["result"]) == (False, {"unsaved": True})
+        assert "not saved: 2 MiB needed" in refused["message"]
+        assert process.poll() is None
+        filler.unlink()
+        assert ask()["ok"]
+        assert process.wait(timeout=120) == 0, (tmp_path / "log").read_text()[-3000:]
+    finally:
+        process.kill()
+        process.wait()
+    ends = [reports(tmp_path, rank)[-1] for rank in (0, 1)]
+    assert [(end["outcome"], end["saved"]) for end in ends] == [("stopped", True)] * 2
+    steps = [[one["update"] for one in reports(tmp_path, rank) if one["type"] == "step"] for rank in (0, 1)]
+    assert steps[0] == steps[1]
+    assert newest_update(small_disk / "state") == steps[0][-1]
 
 
 def test_a_process_that_is_interrupted_while_it_waits_ends_with_status_1(tmp_path: Path, small_disk: Path) -> None:

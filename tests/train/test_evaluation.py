@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import msgspec
 import pytest
 import torch
 
 from memtop.presets import Settings
-from memtop.train.checkpoint import best_loss, best_state
+from memtop.supervisor.run.record.checkpoints import read_checkpoint
+from memtop.train.checkpoint import (
+    best_loss,
+    best_state,
+    keep_before_spike,
+    keep_best,
+    make_room,
+    take_newest,
+    write_state,
+)
 from memtop.train.evaluation import Evaluation, Evaluator
-from memtop.train.state_files import newest_complete, older_states, previous_of, read_manifest
+from memtop.train.export import held_state
+from memtop.train.state_files import (
+    BrokenStateError,
+    ShardReader,
+    newest_complete,
+    older_states,
+    previous_of,
+    read_manifest,
+    stored,
+)
 from tests.train.support import Training, edited, held_out
 
 
@@ -120,5 +142,153 @@ def test_an_older_state_is_found_when_both_newer_ones_are_damaged(tmp_path: Path
     found = newest_complete(state)
     assert found is not None
     assert found[1].updates == 6
-    assert found[2] is not None
-    assert "state-00001.safetensors: size or checksum differs" in found[2]
+    assert list(found[2]) == [state, previous_of(state)]
+    assert "state-00001.safetensors: size or checksum differs" in found[2][state]
+
+
+class Killed(BaseException):
+    """The trainer is killed here."""
+
+
+def killed_at(monkeypatch: pytest.MonkeyPatch, number: int, work: Callable[[], object]) -> bool:
+    """Whether the work was killed before its rename of that number."""
+    renames = itertools.count(1)
+    rename = Path.rename
+
+    def counted(path: Path, target: Path) -> Path:
+        if next(renames) == number:
+            raise Killed
+        return rename(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", counted)
+        try:
+            work()
+        except Killed:
+            return True
+    return False
+
+
+def save(state: Path, updates: int) -> None:
+    """Save the newest state once more, as that of this update."""
+    manifest = read_manifest(state)
+    read = ShardReader(state, manifest.files)
+    tensors = [(name, {kind: stored(tensor) for kind, tensor in read(name).items()}) for name in sorted(read.names)]
+    make_room(state, 0)
+    write_state(state, tensors, msgspec.structs.replace(manifest, updates=updates), keep=2, needed=0)
+
+
+def damage(state: Path) -> None:
+    weights = state / "state-00001.safetensors"
+    raw = bytearray(weights.read_bytes())
+    raw[-1] ^= 1
+    weights.write_bytes(raw)
+
+
+def test_no_kill_between_a_resume_from_an_older_state_and_the_end_of_two_saves_leaves_no_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "whole").mkdir()
+    trained(tmp_path / "whole" / "state", edited())
+    damage(tmp_path / "whole" / "state")
+
+    def resume_and_save(state: Path) -> None:
+        assert take_newest(state) is not None
+        save(state, 11)
+        save(state, 12)
+
+    for number in itertools.count(1):
+        state = tmp_path / f"killed{number}" / "state"
+        shutil.copytree(tmp_path / "whole", state.parent)
+        killed = killed_at(monkeypatch, number, lambda state=state: resume_and_save(state))  # type: ignore[misc]
+        found = newest_complete(state)
+        assert found is not None, number
+        assert found[1].updates >= 9
+        # The next resume gets along with what the kill has left.
+        assert take_newest(state) == (found[1], None if not found[2] else ANY)
+        save(state, 20)
+        assert read_manifest(state).updates == 20
+        if not killed:
+            break
+    assert number == 7, "two renames of the resume, and two of each save"
+
+
+def test_a_damaged_state_moves_aside_and_is_never_the_previous_one(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    trained(state, edited())
+    damage(state)
+    taken = take_newest(state)
+    assert taken is not None
+    manifest, problem = taken
+    weights = state / "state-00001.safetensors"
+    assert manifest.updates == 9
+    assert problem == f"{weights}: size or checksum differs from the manifest; this state is now damaged_state"
+    save(state, 11)
+    assert read_manifest(previous_of(state)).updates == 9
+    assert not older_states(state)
+    with pytest.raises(BrokenStateError):
+        read_manifest(tmp_path / "damaged_state")
+
+
+def test_a_first_save_that_was_killed_before_its_rename_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = edited(save_every=100)
+    assert killed_at(monkeypatch, 1, lambda: Training(tmp_path / "state", settings).run())
+    (half,) = tmp_path.glob("state.tmp-*")
+    (tmp_path / "state.tmp-0").mkdir()
+    taken = take_newest(tmp_path / "state")
+    assert taken is not None
+    assert (taken[0].updates, taken[1], half.exists()) == (10, None, False)
+
+
+def test_states_that_are_all_damaged_stay_and_say_so(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    trained(state, edited())
+    whole = (state / "state-00001.safetensors").read_bytes()
+    for folder in (state, previous_of(state)):
+        damage(folder)
+    with pytest.raises(BrokenStateError, match=r"state-00001.safetensors: size or checksum differs"):
+        take_newest(state)
+    for folder in (state, previous_of(state)):
+        found = read_checkpoint(folder)
+        assert found is not None
+        assert not found.complete
+        assert found.problem is not None
+        assert found.problem.startswith(f"the trainer found it damaged: {folder}/state-00001.safetensors: size or checksum")
+    # Someone has a copy of the file.
+    (state / "state-00001.safetensors").write_bytes(whole)
+    assert take_newest(state) is not None
+    found = read_checkpoint(state)
+    assert found is not None
+    assert found.complete
+
+
+@pytest.mark.parametrize("name", ["best_state", "state.before_spike"])
+def test_no_kill_while_a_state_is_kept_loses_the_former_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    trained(whole / "state", edited(eval_every=5))
+
+    def keep(state: Path) -> None:
+        if name == "best_state":
+            keep_best(state)
+        else:
+            keep_before_spike(state, state)
+
+    keep(whole / "state")
+    save(whole / "state", 12)
+    for number in (1, 2, 3):
+        state = tmp_path / f"killed{number}" / "state"
+        shutil.copytree(whole, state.parent)
+        assert killed_at(monkeypatch, number, lambda state=state: keep(state)) is (number < 3)  # type: ignore[misc]
+        if name == "best_state":
+            with held_state(state, best=True) as held:
+                assert held.found.name.startswith(name), number
+        assert take_newest(state) is not None
+        assert read_manifest(state.parent / name).updates == {1: 10, 2: 12, 3: 12}[number]
+
+
+def test_a_training_without_a_best_state_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(tmp_path / "state", edited())
+    with held_state(tmp_path / "state", best=True) as held:
+        assert held.found == tmp_path / "state"
+    assert capsys.readouterr().err == f"memtop: no best state was kept; using {tmp_path / 'state'} instead\n"

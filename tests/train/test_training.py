@@ -342,9 +342,9 @@ def test_a_changed_byte_is_detected_and_the_previous_state_is_used(tmp_path: Pat
     weights.write_bytes(raw)
     found = newest_complete(state)
     assert found is not None
-    folder, manifest, problem = found
+    folder, manifest, problems = found
     assert (folder, manifest.updates) == (previous_of(state), 9)
-    assert problem == f"{weights}: size or checksum differs from the manifest"
+    assert problems == {state: f"{weights}: size or checksum differs from the manifest"}
     (previous_of(state) / "manifest.json").write_text("{")
     with pytest.raises(BrokenStateError, match=r"state-00001.safetensors: size or checksum differs"):
         newest_complete(state)

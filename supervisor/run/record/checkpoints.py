@@ -31,6 +31,8 @@ from memtop.supervisor.wire import Checkpoint
 # Errors of file systems that have no hard links, or none between two of their parts.
 _NO_LINKS = {errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
+_MOST_WORDS = 2000
+
 
 class _File(msgspec.Struct):
     name: Word
@@ -56,7 +58,7 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
         return Checkpoint(path=str(folder), complete=False, problem=f"{manifest_path} is missing: the save was interrupted")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
         return Checkpoint(path=str(folder), complete=False, problem=f"{manifest_path}: cannot be decoded: {error}")
-    problem = next((p for p in (_problem(folder, file) for file in manifest.files) if p), None)
+    problem = _damage(folder) or next((p for p in (_problem(folder, file) for file in manifest.files) if p), None)
     return Checkpoint(
         path=str(folder),
         updates=manifest.updates,
@@ -97,13 +99,15 @@ def checked(reported: Checkpoint) -> Checkpoint:
 
 
 def newest_checkpoint(latest: Path) -> Checkpoint | None:
-    """`train_latest_state` if complete, else the previous state if complete, else the incomplete
-    one. None if there is none."""
+    """`train_latest_state` if complete, else what a killed save left if that is complete, else the
+    previous state if complete, else the incomplete one. None if there is none."""
     first = read_checkpoint(latest)
     if first is not None and first.complete:
         return first
-    second = read_checkpoint(latest.with_name(latest.name + ".previous"))
-    return second if second is not None and second.complete else first or second
+    previous = latest.with_name(latest.name + ".previous")
+    others = [*sorted(latest.parent.glob(f"{latest.name}.tmp-*")), previous]
+    complete = (found for folder in others if (found := read_checkpoint(folder)) is not None and found.complete)
+    return next(complete, None) or first or read_checkpoint(previous)
 
 
 def kept_states(latest: Path) -> list[Checkpoint]:
@@ -112,6 +116,15 @@ def kept_states(latest: Path) -> list[Checkpoint]:
     folders = (latest, *older)
     states = [state for folder in folders if (state := read_checkpoint(folder)) is not None and state.complete]
     return sorted(states, key=lambda state: state.updates or 0, reverse=True)
+
+
+def _damage(folder: Path) -> str | None:
+    """What the trainer found when it compared the checksums of a run without a complete state."""
+    try:
+        with open_to_read(folder / "damaged.txt") as file:
+            return f"the trainer found it damaged: {file.read(_MOST_WORDS).decode(errors='replace')}"
+    except OSError:
+        return None  # Hardly any state has this file.
 
 
 def _problem(folder: Path, file: _File) -> str | None:

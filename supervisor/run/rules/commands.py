@@ -26,7 +26,7 @@ from memtop.supervisor.run.model import (
     note,
     refused,
 )
-from memtop.supervisor.run.rules import attempts, queue, restart, spikes, stopping, trainer, trials
+from memtop.supervisor.run.rules import attempts, ending, queue, restart, spikes, stopping, trainer, trials
 from memtop.supervisor.wire import (
     AcceptSpike,
     Answer,
@@ -324,7 +324,7 @@ def _stopped(model: Model, waiter: Waiter) -> Model:
     message = f"{word}: {reason}" if reason and not reason.startswith(word) else reason or word
     message += f"; {model.signalled}" if model.signalled is not None else ""
     # The stop was requested; losing the state was not.
-    if explain.not_saved(model.progress.end):
+    if explain.not_saved(model.progress.end) or (model.phase is Phase.STOPPED and ending.lost_by_stop(model)):
         return fail(model, waiter.client, waiter.request, message)
     return done(model, waiter.client, waiter.request, message)
 

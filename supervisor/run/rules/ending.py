@@ -52,6 +52,8 @@ def leftovers_cleared(model: Model, event: LeftoversCleared) -> Model:
     phase, reason, diagnosis = explain.outcome(
         event.log, progress.end, status, model.phase, external=model.settings is None, end_rank=progress.end_rank
     )
+    if phase is Phase.STOPPED and model.phase is Phase.STOPPING and (lost := lost_by_stop(model)) is not None:
+        reason = f"{reason}; {lost}"
     if model.stalled is not None and model.pending is None and phase in (Phase.STOPPED, Phase.FINISHED):
         phase, reason = Phase.FAILED, f"stood still after: {model.stalled}"
     if phase is Phase.FINISHED and (why := verification.without_training(model)) is not None:
@@ -78,6 +80,15 @@ def leftovers_cleared(model: Model, event: LeftoversCleared) -> Model:
         settings=model.settings,
     )
     return emit(replace(model, attempt=replace(attempt, stage=AttemptStage.EXAMINING), verdict=verdict), examine)
+
+
+def lost_by_stop(model: Model) -> str | None:
+    """Which updates of memtop's own trainer a stop has lost, in words; None if it has reported how
+    it ended. On a full disk it cannot report.
+    """
+    if model.settings is None or model.progress.end is not None:
+        return None
+    return explain.lost(model.update, model.checkpoint)
 
 
 def _with_leftovers(model: Model, event: LeftoversCleared) -> AttemptVerdict:

@@ -29,23 +29,27 @@ from memtop.supervisor.wire import Answer, Checkpoint, Outcome, Phase
 
 
 def stop_run(model: Model) -> Model:
-    """Stop the run for good. A pending restart is cancelled."""
+    """Stop the run for good. A pending restart is cancelled. If the state cannot be saved, the run
+    goes on, and only a second request ends it.
+    """
     if model.restart is not None:
         return survival.call_off(model, "called off: it stays as it died")
     model = emit(replace(model, pending=None, holding=None), ReleaseState())
     model = move(model, Phase.STOPPING) if model.phase is not Phase.STOPPING else emit(model, SaveState())
-    return ask_to_stop(model)
+    told = "stop" in model.warnings or model.progress.waits_for_space
+    return ask_to_stop(warn(model, "stop", None), only_saved=not told)
 
 
-def ask_to_stop(model: Model) -> Model:
+def ask_to_stop(model: Model, *, only_saved: bool = True) -> Model:
     """Ask rank 0 to finish its update, save and exit. If it does not offer `stop`, or
-    does not answer, signals follow.
+    does not answer, signals follow. `only_saved`: memtop's own trainer goes on if it cannot save.
     """
     if model.ladder is not None or model.attempt is None or model.attempt.stage is not AttemptStage.RUNNING:
         return model
     asked = is_connected(model, "stop")
     model = begin(model, asked=asked)
-    return ask(model, "stop", frozenset({0}), Purpose.STOP) if asked else model
+    values = {"only_saved": True} if only_saved and model.settings is not None else None
+    return ask(model, "stop", frozenset({0}), Purpose.STOP, values) if asked else model
 
 
 def stop_unsaved(model: Model) -> Model:
@@ -114,9 +118,24 @@ def _forecast_seconds(model: Model) -> float:
 
 def answered(model: Model, pending: Ask, event: Answered) -> Model:
     """Rank 0 has answered the request to stop; begin the signals if it refused."""
-    if model.ladder is None or pending.attempt != model.number or refused(event.answers) is None:
+    problem = refused(event.answers)
+    if model.ladder is None or pending.attempt != model.number or problem is None:
         return model
+    if model.ladder.asking and any(answer.result.get("unsaved") for answer in event.answers):
+        return _goes_on(model, problem)
     return replace(model, ladder=model.ladder.declined(model.now.monotonic))
+
+
+def _goes_on(model: Model, problem: str) -> Model:
+    """The trainer could not save, so it has not stopped. Tell those who wait for that."""
+    if model.phase is Phase.STOPPING:
+        words = f"not stopped: {problem}; free some space, or stop it again: it ends without saving then"
+        model = warn(model, "stop", words)
+    else:
+        words = f"not restarted: {problem}; free some space"
+    model = emit(_tell(model, model.waiters, Outcome.FAILED, words), ReleaseState())
+    model = replace(model, ladder=None, pending=None, waiters=())
+    return note(move(model, Phase.TRAINING), "warning", words)
 
 
 def tick(model: Model, saving: str | None = None) -> Model:
