@@ -305,6 +305,24 @@ def test_show_lists_the_configurations(runs: Runs, dead: RunFolder) -> None:
     ]
 
 
+def test_a_configuration_without_an_update_shows_what_was_requested(
+    dead: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        replace(configuration(1, None, "start", "replaced"), uses={"batch": 8, "accumulation": 1}),
+        replace(configuration(2, None, "restart", "stopped"), knobs={"batch": "4", "accumulation": "2"}),
+        replace(configuration(3, None, "restart", None), knobs={"batch": "4"}, uses={"batch": 2, "accumulation": 1}),
+        configuration(4, None, "restart", None),
+    ]
+    with closing(Ledger(dead.ledger_path)) as ledger:
+        for row in rows:
+            ledger.save_configuration(ConfigurationRecord(configuration=row, starts=(ConfigurationStart(attempt=1),)))
+    assert run(["show", str(dead.path)]) == 0
+    shown = capsys.readouterr().out
+    found = re.findall(r"configuration \d+  (.*?), from update", shown)
+    assert found == ["batch 8, accumulation 1", "requested: batch 4, accumulation 2", "batch 2, accumulation 1", "own program"]
+
+
 def test_the_speed_of_a_run_is_one_number(dead: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     """In the dashboard, the list, `show`, `compare` and the report. That of a configuration is
     called mean."""
