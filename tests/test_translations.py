@@ -295,6 +295,9 @@ COMPOSED = {
     "checkpoint at update 8: 15 MiB in 0.3 s, training stopped for 0.1 s": (
         "检查点（第 8 步）：15 MiB，用时 0.3 秒，训练停顿 0.1 秒"
     ),
+    "checkpoint at update 8: 15 MiB in < 0.1 s, training stopped for < 0.1 s": (
+        "检查点（第 8 步）：15 MiB，用时 < 0.1 秒，训练停顿 < 0.1 秒"
+    ),
     "SIGINT sent to pid 12 (python), pid 13 (sh); SIGTERM follows in 30 s": (
         "已发送 SIGINT：pid 12（python），pid 13（sh）；30 秒后发送 SIGTERM"
     ),

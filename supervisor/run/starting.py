@@ -165,8 +165,12 @@ def start_run(runs_dir: Path, spec: RunSpec, *, fresh: bool = False, notify: Seq
 def _exists(folder: RunFolder) -> str:
     """That a run has this name already, and what can be done with it."""
     state, file, name, where = read_state(folder), folder.state(), folder.name, folder.path.parent
-    never_began = state.state is Phase.CREATED and not RunLock(folder).is_held()
-    if state.state is Phase.FINISHED or never_began:
+    if state.state is Phase.CREATED and not RunLock(folder).is_held():
+        return (
+            f"run {name!r} exists in {where}, and its program was never started: if another command starts it just now, "
+            f"`memtop watch {name}` shows it; if none does, --fresh moves it aside; --name chooses another name"
+        )
+    if state.state is Phase.FINISHED:
         return (
             f"run {name!r} exists in {where} and is {state.word}: --fresh moves it aside and starts a new run, "
             "--name chooses another name"

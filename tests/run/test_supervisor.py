@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from memtop.supervisor.errors import NotRunningError
+from memtop.supervisor.errors import NotRunningError, RunFolderError
 from memtop.supervisor.monitor.processes.proc import identify, is_alive
 from memtop.supervisor.monitor.processes.table import run_processes
 from memtop.supervisor.run.client import AsyncRunClient, ask
@@ -245,6 +245,12 @@ def test_a_run_cannot_be_started_twice_nor_under_a_taken_name(runs: Runs) -> Non
     start(runs)
     again = runs.memtop("train", "--name", "a", "--detach", "--", "true", status=1)
     assert "`memtop watch a` shows it" in again.stderr
+    spec = RunSpec(name="b", created=1.0, settings=None, command=("true",), cwd="/", memtop_version="0")
+    create_run(runs.path, spec, fresh=False)
+    again = runs.memtop("train", "--name", "b", "--detach", "--", "true", status=1)
+    assert "its program was never started: if another command starts it just now, `memtop watch b` shows it; " in again.stderr
+    with pytest.raises(RunFolderError, match="another command has just created it"):
+        create_run(runs.path, spec, fresh=False)
     second = runs.start(str(runs.path / "a"), module="memtop.supervisor", stderr=subprocess.PIPE)
     assert "in use by another supervisor" in second.communicate(timeout=120)[1]
     assert second.returncode == 1
