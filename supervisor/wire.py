@@ -277,7 +277,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def checkpoint_words(self) -> str:
         """Where no checkpoint is known."""
-        return "none yet" if self.saves_are_seen else "none seen"
+        return ("none" if self.state.final else "none yet") if self.saves_are_seen else "none seen"
 
     @property
     def saves_are_seen(self) -> bool:

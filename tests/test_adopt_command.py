@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from memtop.cli.adopt import _origin
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.processes.proc import identify, is_alive
 from memtop.supervisor.observed.adoption import adoption_of
+from memtop.supervisor.wire import Checkpoint
 from tests.conftest import Runs
 from tests.test_observed import wait_for
 
@@ -192,6 +194,12 @@ def test_a_program_with_a_profile_resumes(strangers: Strangers, runs: Runs) -> N
     document = runs.show("train")
     assert (document["program"]["profile"], document["attempts"][0]["start_updates"]) == ("nanogpt", 8)
     runs.memtop("stop", "train")
+
+
+@pytest.mark.parametrize(("reached", "words"), [(9, "1 update is done again"), (10, "2 updates are done again")])
+def test_what_is_done_again_is_counted(reached: int, words: str) -> None:
+    saved = Checkpoint(path="/c", updates=8, size_bytes=1, complete=True)
+    assert _origin(saved, reached) == f"update 8: /c; {words}, unless it saves when it ends"
 
 
 def updates(strangers: Strangers) -> list[Any]:

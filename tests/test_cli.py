@@ -45,7 +45,7 @@ CONTRACT = {
     "report": {"run_name", "--html", "--markdown", "--runs-dir"},
     "restart": {
         *("run_name", "--batch", "--accum", "--seq-len", "--preset", "--set", "--max-updates", "--headless", "--detach"),
-        *("--live", "--gpus", "--runs-dir"),
+        *("--live", "--gpus", "--this-environment", "--runs-dir"),
     },
     "rollback": {"run_name", "number", "--state", "--before-spike", "--accept-spike", "--headless", "--detach", "--runs-dir"},
     "runs": {"--json", "--runs-dir"},

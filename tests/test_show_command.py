@@ -296,7 +296,7 @@ def test_show_lists_what_can_be_done(runs: Runs, dead: RunFolder) -> None:
         "out of host memory: 14 MiB was refused.",
         "evidence: Error code 12",
         "anonymous memory of rank 0 grew by 5.0 MiB per update",
-        "memtop does nothing yet: --on-oom ask",
+        "memtop does nothing by itself: --on-oom ask; you can do one of these:",
         "1. batch 4 -> 2, accumulation 8 -> 16: effective batch stays 32 [training unchanged, resumes]",
         "predicted peak 2.0 GiB of 8.0 GiB (25.0 %, safe): line through B 4 and B 8",
         "memtop restart a --batch 2 --accum 16",
@@ -305,6 +305,17 @@ def test_show_lists_what_can_be_done(runs: Runs, dead: RunFolder) -> None:
         "memtop restart a --seq-len 64",
         "- see who else holds the card",
     ]
+
+
+def test_a_reason_that_several_remedies_share_is_said_once() -> None:
+    other = replace(SHORTER, id="other", title="another", forecast_unknown="no look at it")
+    lines = list(proposal_lines(replace(PROPOSAL, remedies=(SMALLER, SHORTER, replace(SHORTER, id="again"), other))))
+    assert [line.strip() for line in lines if "not known" in line] == [
+        "peaks not known where none is given: one measured peak is known (B 4), two are needed",
+        "peak not known: no look at it",
+    ]
+    (last,) = (line for line in proposal_lines(replace(PROPOSAL, remedies=())) if "by itself" in line)
+    assert last == "memtop does nothing by itself: --on-oom ask"
 
 
 def test_show_lists_the_configurations(runs: Runs, dead: RunFolder) -> None:
@@ -316,6 +327,24 @@ def test_show_lists_the_configurations(runs: Runs, dead: RunFolder) -> None:
         "configuration 3  8 x 4, T 128, from update 3, peak ≥ 474 MiB, mean 1.5 samples/s, was killed for lack of host memory "
         "(restart with the settings of configuration 1)",
     ]
+
+
+def test_a_configuration_without_an_update_shows_what_was_requested(
+    dead: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        replace(configuration(1, None, "start", "replaced"), uses={"batch": 8, "accumulation": 1}),
+        replace(configuration(2, None, "restart", "stopped"), knobs={"batch": "4", "accumulation": "2"}),
+        replace(configuration(3, None, "restart", None), knobs={"batch": "4"}, uses={"batch": 2, "accumulation": 1}),
+        configuration(4, None, "restart", None),
+    ]
+    with closing(Ledger(dead.ledger_path)) as ledger:
+        for row in rows:
+            ledger.save_configuration(ConfigurationRecord(configuration=row, starts=(ConfigurationStart(attempt=1),)))
+    assert run(["show", str(dead.path)]) == 0
+    shown = capsys.readouterr().out
+    found = re.findall(r"configuration \d+  (.*?), from update", shown)
+    assert found == ["batch 8, accumulation 1", "requested: batch 4, accumulation 2", "batch 2, accumulation 1", "own program"]
 
 
 def test_the_speed_of_a_run_is_one_number(dead: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:

@@ -271,6 +271,9 @@ COMPOSED = {
         "内存耗尽（rank 0，前向传播时，批 8 x 2）：CUDA out of memory. Tried to allocate 2 GiB；同样的样本分成更小的块重做"
     ),
     "run f: killed (ended by signal 9 (SIGKILL)); memtop show f": "运行 f：被终止 (被信号 9 结束（SIGKILL）)；memtop show f",
+    "failed: exit status 1: EOFError: EOF when reading a line; under memtop the input of a program is empty": (
+        "已失败：退出状态 1：EOFError: EOF when reading a line；在 memtop 下程序的输入是空的"
+    ),
     "failed: exit status 1: KeyError: 'labels'": "已失败：退出状态 1：KeyError: 'labels'",
     "The program raised an exception: ValueError: bad row.": "程序抛出了异常：ValueError: bad row。",
     "GPU 0 ran out of memory in the loss: it requested 1.23 GiB, 1.06 GiB was free of 8.00 GiB; the process held 6.50 GiB "
@@ -291,6 +294,9 @@ COMPOSED = {
     ),
     "checkpoint at update 8: 15 MiB in 0.3 s, training stopped for 0.1 s": (
         "检查点（第 8 步）：15 MiB，用时 0.3 秒，训练停顿 0.1 秒"
+    ),
+    "checkpoint at update 8: 15 MiB in < 0.1 s, training stopped for < 0.1 s": (
+        "检查点（第 8 步）：15 MiB，用时 < 0.1 秒，训练停顿 < 0.1 秒"
     ),
     "SIGINT sent to pid 12 (python), pid 13 (sh); SIGTERM follows in 30 s": (
         "已发送 SIGINT：pid 12（python），pid 13（sh）；30 秒后发送 SIGTERM"

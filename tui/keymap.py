@@ -322,7 +322,7 @@ def foreign(action: Action, run: RunState) -> str | None:
     if run.settings is not None:
         return None
     if action.id == "preset":
-        return "presets need a built-in recipe: this program's settings are not known"
+        return "presets change a recipe; this is your own program"
     if action.id == "checkpoint" and "checkpoint" not in (run.offers or ()):
         return "this program cannot save on request"
     return None

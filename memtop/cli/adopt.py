@@ -27,16 +27,13 @@ from memtop.supervisor.monitor.processes.proc import ProcessId, is_alive
 from memtop.supervisor.monitor.processes.signals import ProcessGone, signal_process
 from memtop.supervisor.observed.adoption import Adoption, Hold, about, adoption_of, hold_of
 from memtop.supervisor.observed.shown import line_of
+from memtop.supervisor.run.processes.environment import different, keep_environment
 from memtop.supervisor.run.processes.members import refuse_used_path
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
 from memtop.supervisor.run.starting import start_supervisor
 from memtop.supervisor.wire import Checkpoint
 
 _LOOK_SECONDS = 0.1
-_SHOWN = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "OMP_NUM_THREADS", "WORLD_SIZE")
-"""Variables whose values are printed. Others may be secrets."""
-_SHELL_VARIABLES = frozenset({"_", "PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES", "TERM"})
-_MOST_NAMES = 12
 
 
 @click.command()
@@ -145,19 +142,15 @@ def _origin(checkpoint: Checkpoint | None, reached: int | None) -> str:
     if reached is None or checkpoint.updates is None:
         return f"{text}; what it has done since is done again, unless it saves when it ends"
     again = max(0, reached - checkpoint.updates)
+    if again == 1:
+        return f"{text}; 1 update is done again, unless it saves when it ends"
     return f"{text}; {again} updates are done again, unless it saves when it ends" if again else text
 
 
 def _variables(environment: dict[str, str]) -> str:
-    """What differs from the caller's environment. Most values are hidden: they may be secrets."""
-    here = os.environ
-    names = {name for name in {*environment, *here} - _SHELL_VARIABLES if environment.get(name) != here.get(name)}
-    names = {name for name in names if not name.startswith("MEMTOP_")}
-    shown = [f"{name}={environment.get(name, '(not set)')}" for name in _SHOWN if name in names]
-    others = sorted(names - set(_SHOWN))
-    more = [*others[:_MOST_NAMES], f"and {len(others) - _MOST_NAMES} more"] if len(others) > _MOST_NAMES else others
-    text = f"the {len(environment)} of the process"
-    return text if not names else f"{text}; different from here: {', '.join([*shown, *more])}"
+    """What differs from the caller's environment."""
+    text, names = f"the {len(environment)} of the process", different(environment, os.environ)
+    return f"{text}; different from here: {names}" if names else text
 
 
 def _agreed(question: str, *, yes: bool) -> bool:
@@ -220,5 +213,6 @@ def _wait(processes: Sequence[ProcessId], seconds: float) -> list[ProcessId]:
 def _start(where: Path, spec: RunSpec, adoption: Adoption) -> RunFolder:
     folder = create_run(where, spec, fresh=False)
     own = {name: value for name, value in os.environ.items() if name.startswith("MEMTOP_")}
+    keep_environment(folder, adoption.environment)
     start_supervisor(folder, environment={**adoption.environment, **own})
     return folder

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,12 +128,17 @@ def proposal_lines(proposal: Proposal, *, resumes: bool = True, said: str | None
         yield f"  {command}"
     yield from proposal.causes
     if proposal.waiting:
-        yield f"memtop does nothing yet: {proposal.waiting}"
+        then = "; you can do one of these:" if proposal.remedies else ""
+        yield f"memtop does nothing by itself: {proposal.waiting}{then}"
     elif proposal.begins is not None:
         yield "memtop applies the first of these"
+    unknown = Counter(remedy.forecast_unknown for remedy in proposal.remedies if remedy.forecast is None)
+    often = [reason for reason, times in unknown.items() if reason and times > 1]
+    yield from (f"  peaks not known where none is given: {reason}" for reason in often)
     for number, remedy in enumerate(proposal.remedies, start=1):
         yield Verbatim(f"  {number}. {tr(remedy.title)} [{tr(', '.join(_price(remedy, resumes=resumes)))}]")
-        yield f"     {_peak(remedy)}"
+        if remedy.forecast is not None or remedy.forecast_unknown not in often:
+            yield f"     {_peak(remedy)}"
         for line in remedy.instructions:
             yield Verbatim(f"     {tr(line)}")
     for advice in proposal.last_advice:

@@ -3,6 +3,7 @@ the order of the runs that wait: `memtop next`."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,13 +40,14 @@ from memtop.supervisor.recovery.forecast import Forecaster, forecaster_of, fores
 from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run import client, explain, starting
 from memtop.supervisor.run.grip import consequences, knobs_of
+from memtop.supervisor.run.processes.environment import different, keep_environment, kept_environment, missing_here
 from memtop.supervisor.run.queue import begin_next
 from memtop.supervisor.run.record import checkpoints, grip_checkpoints
 from memtop.supervisor.run.record.configurations import before_the_present, same_configuration
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import reading_ledger
 from memtop.supervisor.run.rules.spikes import change_for
-from memtop.supervisor.run.view import needs_supervisor, read_configurations, read_state
+from memtop.supervisor.run.view import needs_supervisor, read_configurations, read_state, refuse_living
 from memtop.supervisor.wire import (
     AcceptSpike,
     Answer,
@@ -142,6 +144,7 @@ def _report(answer: object) -> None:
 @run_argument
 @edit_options
 @gpus_option
+@click.option("--this-environment", "move", is_flag=True, help="give the program the environment of this shell from now on")
 @click.option("--live", is_flag=True, help="change the running program at its next update, without a restart")
 @headless_option
 @detach_option
@@ -155,6 +158,7 @@ def restart(
     assignments: tuple[str, ...],
     max_updates: int | None,
     gpus: str | None,
+    move: bool,
     live: bool,
     headless: bool,
     detach: bool,
@@ -165,23 +169,34 @@ def restart(
     A run in progress finishes its update and saves its state first. Your own program, if it is
     built on Hugging Face's Trainer or has a profile, gets --batch, --accum and --seq-len and
     resumes from its newest checkpoint. Any other gets SIGINT, and the same command starts again.
-    --live refuses settings that need a restart.
+    --live refuses settings that need a restart. The program keeps the environment of the run's
+    first start, except for what may be secret.
     """
     refuse_both(headless, detach)
     folder = find_run(run_name, runs_dir)
+    if live and (move or headless or detach):
+        raise UsageError("--live: does not restart the run; leave out --headless, --detach and --this-environment")
     values = assignments_of(assignments, batch=batch, accumulation=accum, seq_len=seq_len)
     if "python" in values:
         values["python"] = python_for(f"run {folder.name}: the built-in trainer", values["python"], "--set python").path
     chosen = None if gpus is None else _chosen_gpus(folder, gpus, values.get("device"))
     change = Change(preset=preset, assignments=values, gpus=chosen, max_updates=max_updates)
+    if move:
+        _move_here(folder)
     if not live:
         return restart_with(folder, change, headless=headless, detach=detach)
-    if headless or detach:
-        raise UsageError("--live: does not restart the run; leave out --headless and --detach")
     plan = planned(folder, change)
     answered = ask(folder, lambda number: Edit(id=number, change=change))
     say_peak(plan)
     return answered
+
+
+def _move_here(folder: RunFolder) -> None:
+    """Let the run keep the environment of this shell instead. RefusedError while its program, or a
+    supervisor that would give it the former one, lives."""
+    starting.let_leave(folder)
+    refuse_living(folder)
+    keep_environment(folder, os.environ)
 
 
 def _chosen_gpus(folder: RunFolder, text: str, device: str | None) -> str:
@@ -205,6 +220,8 @@ def restart_with(folder: RunFolder, change: Change, *, headless: bool, detach: b
     if needs_supervisor(folder):
         starting.revive(folder.path)
     plan = planned(folder, change)
+    if names := different(kept_environment(folder, os.environ), os.environ):
+        print_message(f"memtop: the run keeps its environment; different from here: {names}")
     try:
         answer = final_answer(folder, lambda number: Restart(id=number, change=change))
         print_message(answer.message)
@@ -213,6 +230,8 @@ def restart_with(folder: RunFolder, change: Change, *, headless: bool, detach: b
         # Without --detach the run's events say how its end moves.
         lines = list(meant(planned(folder, change), change, length=detach))
         foreseen = _of_own_program(folder, change)
+        if missing := missing_here(folder, os.environ):
+            print_message(f"memtop: not set here, and not kept, since they may be secret: {', '.join(missing)}")
         starting.start_supervisor(folder, change)
         if foreseen:
             print_message(f"memtop: {foreseen}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -239,11 +239,15 @@ def _without_end(number: int, state: RunState) -> str:
     return "ending" if number == state.attempt else "starting"
 
 
+def _words(settings: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items())
+
+
 def _configuration_line(row: dict[str, Any]) -> str:
     """One configuration (a period with the same settings), with the number for `memtop
     rollback`."""
     settings, peak = row["settings"], row["peak"]
-    parts = [", ".join(f"{name} {value}" for name, value in row["uses"].items()) or "own program"]
+    parts = [_words(row["uses"]) or (f"requested: {_words(row['knobs'])}" if row["knobs"] else "own program")]
     if settings:
         splits = settings["rank_splits"] or [(settings["batch"], settings["accumulation"])]
         parts = [f"{' + '.join(f'{b} x {a}' for b, a in splits)}, T {settings['seq_len']}"]

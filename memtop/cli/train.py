@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -215,7 +216,24 @@ def train(
         profile_why=chosen.why if chosen is not None else "",
         memtop_version=__version__,
     )
+    if program and _has_input():
+        print_message("memtop: the standard input of this command is not passed on: that of the program is empty")
     return stay(_start(where, spec, fresh=fresh, notify=told), begun, headless=headless, detach=detach, told=plan.told)
+
+
+def _has_input() -> bool:
+    """Whether the standard input is a file or a pipe with something to read now. Cron and CI often
+    give a command an empty pipe."""
+    import fcntl
+    import termios
+
+    try:
+        found = os.fstat(0)
+        if stat.S_ISREG(found.st_mode):
+            return os.lseek(0, 0, os.SEEK_CUR) < found.st_size
+        return stat.S_ISFIFO(found.st_mode) and any(fcntl.ioctl(0, termios.FIONREAD, bytes(4)))
+    except OSError:  # it is closed
+        return False
 
 
 def _find_run(name: str, runs_dir: Path) -> RunFolder:

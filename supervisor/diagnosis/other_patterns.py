@@ -374,6 +374,7 @@ ERRORS: tuple[Pattern, ...] = (
         whole_word=True,
     ),
     other(r"recursion depth exceeded", "recursion"),
+    other(r"EOFError: EOF when reading a line", "no_input", at_start=True),
 )
 
 PATTERNS = (*ENDS, *ERRORS)

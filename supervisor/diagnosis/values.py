@@ -291,6 +291,7 @@ REASONS = {
     "network": "a download or a network request failed",
     "no_evidence": "no sign of a lack of memory was found; why the program ended is unknown",
     "no_kernel_image": "this build contains no code for this GPU",
+    "no_input": "the program asked for input, and its standard input had ended: under memtop it is empty",
     "node_failure": "the node failed",
     "node_heap": "the heap of JavaScript (node) was full",
     "oom_handled": "the program ran out of memory, handled that and went on",

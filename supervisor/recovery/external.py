@@ -43,6 +43,8 @@ class ExternalCommand(msgspec.Struct, frozen=True, kw_only=True):
     loader_workers: bool = False
     """Whether data-loader processes were seen."""
     on_gpu: bool = False
+    has_tokens: bool = False
+    """Whether the length of its samples is known, in tokens."""
     leaks: tuple[TrendSubject, ...] = ()
     """What grew from update to update until the end."""
 
@@ -189,8 +191,11 @@ def _training(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator
         yield from allocator
     if of_torch and not _is(diagnosis, Place.MPS, Place.TPU, Place.DIRECTML):
         yield _option_of("offload_optimizer", "optimizer state in host memory (ZeRO with offload), or in 8 bits", _OFFLOADED)
-    images = ", or smaller images" if command is None else ""
-    yield _option_of("seq_len", f"shorter samples: try 512 tokens or more first{images}", "this changes the data", changes=True)
+    shorter = "shorter or smaller samples"
+    if command is None or command.has_tokens or diagnosis.requested_logits is not None:
+        images = ", or smaller images" if command is None else ""
+        shorter = f"shorter samples: try 512 tokens or more first{images}"
+    yield _option_of("seq_len", shorter, "this changes the data", changes=True)
     if command is not None and command.mentions("lora"):
         yield _option_of("lora_rank", "a smaller LoRA rank with the same alpha / r", "other adapters: a new run", changes=True)
     why = "for example 0.5 B instead of 1.8 B parameters: a new run"

@@ -129,6 +129,9 @@ def with_cause(examined: Diagnosis, ending: dict[str, Any] | None, reason: str |
     values: dict[str, Any] = msgspec.to_builtins(examined)
     if examined.of_memory and examined.confidence >= SURE:
         return values, examined.summary
+    if examined.reason == "no_input" and ending is not None and reason is not None:
+        reason = f"{reason}; under memtop the input of a program is empty"
+        ending = {**ending, "summary": reason}
     return {**values, **(ending or {})}, reason
 
 

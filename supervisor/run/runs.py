@@ -17,6 +17,7 @@ from memtop.supervisor.clean import clean
 from memtop.supervisor.errors import MemtopError, RunFolderError
 from memtop.supervisor.language import tr
 from memtop.supervisor.names import shortened
+from memtop.supervisor.program import name_of
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import reading_ledger
@@ -113,8 +114,7 @@ class RunRow(NamedTuple):
             return None
         if self.run.settings is not None:
             return self.run.settings.recipe
-        words = self.run.command
-        return next((Path(word).name for word in words if word.endswith(".py")), Path(words[0]).name if words else None)
+        return name_of(self.run.command) if self.run.command else None
 
 
 def stamp_of(folder: RunFolder) -> tuple[int, ...]:

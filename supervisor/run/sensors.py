@@ -277,6 +277,8 @@ class MeasurementWindow:
         self._updates: deque[Step] = deque(maxlen=_UPDATES)
         self._samples: deque[_Reading] = deque(maxlen=_SAMPLES)
         self._skip = WARM_UP
+        self._sample_is_late = False
+        """Whether the next sample begins before the updates that count."""
         self._at_start: int | None = None
 
     def changed(self) -> None:
@@ -287,7 +289,10 @@ class MeasurementWindow:
     def step(self, report: Step) -> None:
         """Rank 0 has finished an update."""
         if self._skip > 0:
+            # The samples so far are of the start of the program.
             self._skip -= 1
+            self._samples.clear()
+            self._sample_is_late = True
         elif report.step_seconds:
             self._updates.append(report)
 
@@ -304,6 +309,9 @@ class MeasurementWindow:
         gpus = list(gpus)
         if self._at_start is None:
             self._at_start = machine.host.available_bytes
+        if self._sample_is_late:
+            self._sample_is_late = False
+            return
         self._samples.append(
             _Reading(
                 utilization=_least(gpu.utilization_fraction for gpu in gpus),

@@ -22,7 +22,7 @@ from memtop.supervisor.errors import MemtopError, NotRunningError, RefusedError,
 from memtop.supervisor.run.client import LOOK_SECONDS, STATUS, ask, socket_path
 from memtop.supervisor.run.grip import why_not_continued
 from memtop.supervisor.run.notices import Target, keep_targets
-from memtop.supervisor.run.processes.environment import outside_any_run
+from memtop.supervisor.run.processes.environment import keep_environment, kept_environment, outside_any_run
 from memtop.supervisor.run.processes.members import programs_at, refuse_used_path
 from memtop.supervisor.run.record.folder import LATEST, RunFolder, RunLock, RunSpec, create_run
 from memtop.supervisor.run.record.ownership import require_own, why_not_own
@@ -52,10 +52,11 @@ killed may last for a moment."""
 def start_supervisor(folder: RunFolder, change: Change | None = None, *, environment: Mapping[str, str] | None = None) -> int:
     """Start a detached supervisor for the run and wait until it listens. Returns its pid.
 
-    `change` restarts an ended run. `environment`: of the run's program, in place of the caller's.
-    If the supervisor does not start, its error is raised.
+    `change` restarts an ended run. `environment`: of the run's program, in place of the one that
+    the run keeps. If the supervisor does not start, its error is raised.
     """
     require_own(folder.path)
+    variables = kept_environment(folder, os.environ) if environment is None else outside_any_run(environment)
     argv = _command(folder)
     if change is not None:
         argv += ["--restart", msgspec.json.encode(change).decode()]
@@ -72,7 +73,7 @@ def start_supervisor(folder: RunFolder, change: Change | None = None, *, environ
             stderr=log,
             start_new_session=True,
             cwd="/",
-            env=_in_this_language(outside_any_run(os.environ if environment is None else environment)),
+            env=_in_this_language(variables),
         )
     deadline, asked = time.monotonic() + _START_SECONDS, time.monotonic() + _STATE_SECONDS
     while time.monotonic() < deadline:
@@ -154,6 +155,7 @@ def start_run(runs_dir: Path, spec: RunSpec, *, fresh: bool = False, notify: Seq
     elif RunFolder(path).spec_path.exists() and why_not_own(path) is None:
         raise RunFolderError(_exists(RunFolder(path)))
     folder = create_run(runs_dir, spec, fresh=fresh)
+    keep_environment(folder, os.environ)
     if notify:
         keep_targets(folder, notify)
     start_supervisor(folder)
@@ -163,8 +165,12 @@ def start_run(runs_dir: Path, spec: RunSpec, *, fresh: bool = False, notify: Seq
 def _exists(folder: RunFolder) -> str:
     """That a run has this name already, and what can be done with it."""
     state, file, name, where = read_state(folder), folder.state(), folder.name, folder.path.parent
-    never_began = state.state is Phase.CREATED and not RunLock(folder).is_held()
-    if state.state is Phase.FINISHED or never_began:
+    if state.state is Phase.CREATED and not RunLock(folder).is_held():
+        return (
+            f"run {name!r} exists in {where}, and its program was never started: if another command starts it just now, "
+            f"`memtop watch {name}` shows it; if none does, --fresh moves it aside; --name chooses another name"
+        )
+    if state.state is Phase.FINISHED:
         return (
             f"run {name!r} exists in {where} and is {state.word}: --fresh moves it aside and starts a new run, "
             "--name chooses another name"

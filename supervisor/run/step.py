@@ -364,6 +364,10 @@ def _not_used(model: Model, rank: int, report: Unknown, *, replayed: bool) -> Mo
     return model if replayed else note(model, "warning", text)
 
 
+def _tenths(seconds: float) -> str:
+    return "< 0.1" if seconds < 0.05 else f"{seconds:.1f}"
+
+
 def _of_first_rank(model: Model, report: Report) -> Model:
     match report:
         case Step():
@@ -376,8 +380,8 @@ def _of_first_rank(model: Model, report: Report) -> Model:
             where = f"{'resumes' if resumed else 'starts'} at update {start}"
             return note(model, "plan", f"attempt {model.number} {where} of {total}")
         case Saved(updates=updates, size_bytes=size, seconds=seconds, pause_seconds=pause):
-            took = "" if seconds is None else f" in {seconds:.1f} s"
-            took += "" if pause is None else f", training stopped for {pause:.1f} s"
+            took = "" if seconds is None else f" in {_tenths(seconds)} s"
+            took += "" if pause is None else f", training stopped for {_tenths(pause)} s"
             where = "" if updates is None else f" at update {updates}"
             text = f"checkpoint{where}: {units.size(size)}{took}"
             model = warn(model, "stop", None) if model.ladder is None else model

@@ -111,6 +111,13 @@ def test_activations_that_do_not_fit_into_host_memory_mean_a_smaller_batch() -> 
         assert "smaller_batch" not in ids(remedies_for_command(diagnosis, other))
 
 
+def test_tokens_are_spoken_of_where_the_program_has_them() -> None:
+    refused = died(environment=(Place.PYTORCH,))
+    command = ExternalCommand(run="mine", command=("python", "t.py"))
+    assert "512 tokens" not in named(remedies_for_command(refused, command), "seq_len").title
+    assert "512 tokens" in named(remedies_for_command(refused, replace(command, has_tokens=True)), "seq_len").title
+
+
 def test_an_unproven_kill_is_to_be_investigated() -> None:
     found = remedies_for_command(died(Kind.HOST_OOM_KILLED, confidence=0.4))
     assert ids(found) == ["who_killed"]

@@ -20,6 +20,9 @@ def update(seconds: float = 1.0, **more: Any) -> Step:
 def measured(measurements: MeasurementWindow, *gpus: GpuSample, limit: int | None = None) -> Measured:
     host = HostSample(total_bytes=64 * GIB, limit_bytes=limit, used_bytes=GIB, available_bytes=3 * GIB, cpu_count=4)
     machine = MachineSnapshot(time=1.0, gpus=gpus, host=host)
+    # The first sample after the warm-up began within it.
+    measurements.sample(machine, gpus, 3.0, 0.9)
+    measurements.sample(machine, gpus, 0.7, 0.3)
     measurements.sample(machine, gpus, 0.7, 0.3)
     workers = RoleMemory(role="loader worker", processes=4, uss_bytes=4 * GIB)
     return measurements.medians(machine, gpus, samples_per_second=None, swap_in=None, roles=[workers])
@@ -31,6 +34,21 @@ def test_the_first_updates_and_the_odd_one_do_not_count() -> None:
         measurements.step(update(seconds))
     found = measured(measurements)
     assert (found.updates, found.step_seconds, found.wait_fraction) == (5, 1.0, 0.25)
+
+
+def test_the_cpu_time_is_that_of_the_updates_that_count() -> None:
+    measurements = MeasurementWindow()
+    for _ in range(9):
+        measurements.sample(MachineSnapshot(time=1.0), (), 1.0, 0.5)  # the program imports torch
+    measurements.step(update(9.0))
+    for _ in range(9):
+        measurements.sample(MachineSnapshot(time=1.0), (), 0.9, 0.4)
+    for _ in range(9):
+        measurements.step(update())
+    measurements.sample(MachineSnapshot(time=1.0), (), 0.5, 0.3)
+    measurements.sample(MachineSnapshot(time=1.0), (), 0.1, 0.2)
+    found = measurements.medians(MachineSnapshot(time=1.0), (), samples_per_second=None, swap_in=None)
+    assert (found.updates, found.rank_cores, found.other_cpu_fraction) == (8, 0.1, 0.2)
 
 
 def test_after_a_change_it_starts_again() -> None:

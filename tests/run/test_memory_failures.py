@@ -44,7 +44,7 @@ def own(runs: Runs, *options: str, program: tuple[str, ...], status: int) -> sub
 def test_without_permission_to_restart_the_remedy_is_only_named(runs: Runs, on_oom: str, why: str) -> None:
     done = own(runs, "--on-oom", on_oom, program=(sys.executable, "-c", FRAGMENTED), status=1)
     assert "GPU memory fragmented: The program says that GPU 0" in done.stderr
-    assert f"memtop does nothing yet: {why}" in done.stderr
+    assert f"memtop does nothing by itself: {why}" in done.stderr
     assert "memtop restart a --set allocator=expandable_segments:True" in done.stderr
     document = runs.show("a")
     assert (document["state"], len(document["attempts"]), document["on_oom"]) == ("failed", 1, on_oom)
@@ -72,7 +72,7 @@ def test_a_kernel_kill_in_a_group_of_the_programs_own_is_proven(runs: Runs, grou
     assert diagnosis["confidence"] >= 0.9
     # memtop makes no external command smaller.
     assert len(document["attempts"]) == 1
-    assert "memtop does nothing yet" in done.stderr
+    assert "memtop does nothing by itself" in done.stderr
     assert document["configurations"][0]["outcome"] == "host_oom_killed"
     assert "memtop: run a: killed; memtop show a" in done.stderr
 

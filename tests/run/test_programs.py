@@ -14,8 +14,10 @@ from memtop.supervisor.run.events import Replayed, Reported, SavedChecked, State
 from memtop.supervisor.run.model import CurrentAttempt
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record.checkpoints import checked
+from memtop.supervisor.run.record.folder import RunFolder
+from memtop.supervisor.run.runs import RunRow
 from memtop.supervisor.run.state import run_state
-from memtop.supervisor.wire import Checkpoint, RunState
+from memtop.supervisor.wire import Checkpoint, Phase, RunState
 from tests.run.brain import START, Brain, training
 from tests.run.interrupted import interrupt_save
 from tests.run.reported import reported
@@ -53,6 +55,27 @@ def test_the_grip_and_the_settings_are_shown() -> None:
     assert run.program.knobs.accumulation is None
     assert not run.resumes
     assert shown(own({**PLAN, "updates": 40, "resumed": True})).resumes, "it has done so"
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("env X=1 python -m mytrain.train", "mytrain.train"),
+        ("python -m json.tool", "json.tool"),
+        ("nice python -u train.py --x a.py", "train.py"),
+        ("./run.sh", "run.sh"),
+        ("/opt/bin/trainer --fast", "trainer"),
+    ],
+)
+def test_the_list_of_runs_names_the_script_or_the_module(command: str, name: str) -> None:
+    run = RunState(name="a", folder="/a", state=Phase.TRAINING, created=1.0, command=tuple(command.split()))
+    assert RunRow(folder=RunFolder(Path("/a")), run=run).program == name
+
+
+def test_a_save_of_no_time_takes_less_than_a_tenth_of_a_second() -> None:
+    brain = training()
+    brain.report({"type": "checkpoint", "updates": 2, "size_bytes": 1 << 20, "seconds": 0.01, "pause_seconds": 0.06})
+    assert brain.messages("checkpoint")[-1] == "checkpoint at update 2: 1 MiB in < 0.1 s, training stopped for 0.1 s"
 
 
 def test_the_newest_logged_loss_stays_until_the_next_one() -> None:

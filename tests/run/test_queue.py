@@ -345,7 +345,8 @@ def test_a_run_waits_until_a_busy_gpu_is_free_and_then_begins(runs: Runs, tmp_pa
 def test_the_list_of_runs_brings_a_waiting_run_back(runs: Runs) -> None:
     """Its supervisor is killed, and no other lives that would notice it."""
     runs.memtop("train", "--name", "first", "--detach", "--", "sh", "-c", "sleep 600")
-    runs.memtop("train", "--name", "second", "--detach", "--queue", "--", "sh", "-c", "echo ran > ran")
+    theirs = {**runs.environment, "COLOUR": "blue"}
+    runs.memtop("train", "--name", "second", "--detach", "--queue", "--", "sh", "-c", "echo $COLOUR > ran", env=theirs)
     waits = runs.wait("second", lambda d: d["state"] == "queued" and "waits for first" in d["reason"])
     first = runs.wait("first", lambda d: d["trainer_pid"] is not None)
     for pid in (waits["supervisor_pid"], first["supervisor_pid"], first["trainer_pid"]):
@@ -356,7 +357,7 @@ def test_the_list_of_runs_brings_a_waiting_run_back(runs: Runs) -> None:
     assert "memtop: second had lost its supervisor; a new one has started" in listed.stderr
     assert "first had lost" not in listed.stderr
     runs.wait("second", lambda d: d["state"] == "finished")
-    assert (runs.root / "ran").read_text() == "ran\n"
+    assert (runs.root / "ran").read_text() == "blue\n", "it has the environment of its start"
     assert runs.memtop("runs").stderr == "", "there is nothing to bring back any more"
 
 

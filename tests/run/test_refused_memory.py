@@ -56,7 +56,7 @@ def test_a_limit_of_address_space_is_named_and_swap_is_not_offered(runs: Runs) -
     assert [one["id"] for one in proposal["remedies"]] == ["address_space", "host_level"]
     assert "ulimit -v unlimited\n" in shown
     assert "swap" not in shown
-    assert "memtop does nothing yet: --on-oom ask" in shown
+    assert "memtop does nothing by itself: --on-oom ask; you can do one of these:" in shown
     assert "consent" not in shown
 
 
@@ -76,7 +76,7 @@ def test_the_leak_that_was_seen_is_the_first_thing_said(runs: Runs) -> None:
     assert cause.startswith("anonymous memory of rank 0 grew by 2.0 MiB per update until the end: a leak")
     assert "a smaller batch does not fix it" in cause
     assert "the address space (ulimit -v) is full in" in message_of(runs, "trend")
-    assert shown.index(cause) < shown.index("memtop does nothing yet")
+    assert shown.index(cause) < shown.index("memtop does nothing by itself")
     # Every other remedy would only delay the failure.
     assert proposal["remedies"] == []
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from memtop.supervisor.errors import NotRunningError
+from memtop.supervisor.errors import NotRunningError, RunFolderError
 from memtop.supervisor.monitor.processes.proc import identify, is_alive
 from memtop.supervisor.monitor.processes.table import run_processes
 from memtop.supervisor.run.client import AsyncRunClient, ask
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run, find_run, move_aside
+from memtop.supervisor.run.starting import let_leave
 from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import (
     Answer,
@@ -243,6 +245,12 @@ def test_a_run_cannot_be_started_twice_nor_under_a_taken_name(runs: Runs) -> Non
     start(runs)
     again = runs.memtop("train", "--name", "a", "--detach", "--", "true", status=1)
     assert "`memtop watch a` shows it" in again.stderr
+    spec = RunSpec(name="b", created=1.0, settings=None, command=("true",), cwd="/", memtop_version="0")
+    create_run(runs.path, spec, fresh=False)
+    again = runs.memtop("train", "--name", "b", "--detach", "--", "true", status=1)
+    assert "its program was never started: if another command starts it just now, `memtop watch b` shows it; " in again.stderr
+    with pytest.raises(RunFolderError, match="another command has just created it"):
+        create_run(runs.path, spec, fresh=False)
     second = runs.start(str(runs.path / "a"), module="memtop.supervisor", stderr=subprocess.PIPE)
     assert "in use by another supervisor" in second.communicate(timeout=120)[1]
     assert second.returncode == 1
@@ -341,6 +349,72 @@ def test_a_refused_restart_leaves_an_ended_run_as_it_was(runs: Runs) -> None:
         in runs.memtop("restart", "a", "--batch", "4", "--detach", status=2).stderr
     )
     assert runs.show("a") == before
+
+
+def test_a_run_keeps_the_environment_of_its_first_start(runs: Runs) -> None:
+    def attempt(number: int, *words: str, over: bool = False, **variables: str) -> str:
+        """What the command says."""
+        said = runs.memtop(*words, "--detach", env={**runs.environment, **variables}).stderr
+        runs.wait("a", lambda d: d["state"] == "finished" and len(d["attempts"]) == number)
+        if over:
+            let_leave(folder)
+        return said
+
+    folder = RunFolder(runs.path / "a")
+    program = ("--", "sh", "-c", 'echo "$COLOUR $MY_TOKEN $TERM" >> seen')
+    attempt(1, "train", "--name", "a", *program, COLOUR="blue", MY_TOKEN="t1", TERM="one")
+    said = attempt(2, "restart", "a", COLOUR="red", MY_TOKEN="t1", TERM="two", over=True)
+    assert "memtop: the run keeps its environment; different from here: COLOUR\n" in said
+    said = attempt(3, "restart", "a", SHAPE="round", TERM="three", over=True)
+    assert "memtop: the run keeps its environment; different from here: COLOUR, SHAPE\n" in said
+    assert "memtop: not set here, and not kept, since they may be secret: MY_TOKEN\n" in said
+    said = attempt(4, "restart", "a", COLOUR="blue", MY_TOKEN="t4", TERM="four", over=True)
+    assert "environment" not in said
+    said = attempt(5, "restart", "a", "--this-environment", COLOUR="green", TERM="five", over=True)
+    assert "environment" not in said
+    attempt(6, "restart", "a", COLOUR="red", MY_TOKEN="t6", TERM="six")
+    seen = (runs.root / "seen").read_text().splitlines()
+    # The supervisor of the first attempt may have started the second one: its terminal counts then.
+    assert (seen[0], seen[1].split()[:2]) == ("blue t1 one", ["blue", "t1"])
+    assert seen[2:] == ["blue  three", "blue t4 four", "green  five", "green t6 six"]
+    kept = folder.path / "environment.json"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert '"t1"' not in kept.read_text()
+
+
+def test_a_program_that_runs_keeps_its_environment(runs: Runs) -> None:
+    start(runs)
+    runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
+    refused = runs.memtop("restart", "a", "--this-environment", "--detach", status=1).stderr
+    assert "run 'a' is in use: `memtop stop a` first" in refused
+    refused = runs.memtop("restart", "a", "--this-environment", "--live", status=2).stderr
+    assert "leave out --headless, --detach and --this-environment" in refused
+
+
+@pytest.mark.parametrize("kind", ["pipe", "file", "empty pipe", "read file", "nothing"])
+def test_input_that_the_program_does_not_get_is_named(runs: Runs, kind: str) -> None:
+    (runs.root / "words").write_text("hello\n")
+    with (runs.root / "words").open() as file:
+        reads, writes = os.pipe()
+        if kind == "pipe":
+            os.write(writes, b"hello\n")
+        if kind == "read file":
+            os.lseek(file.fileno(), 0, os.SEEK_END)
+        given = {"nothing": subprocess.DEVNULL, "file": file, "read file": file}.get(kind, reads)
+        said = runs.memtop("train", "--name", "a", "--headless", "--", "sh", "-c", "cat > got", stdin=given).stderr
+        os.close(reads)
+        os.close(writes)
+    line = "memtop: the standard input of this command is not passed on: that of the program is empty\n"
+    assert (line in said) is (kind in ("pipe", "file"))
+    assert (runs.root / "got").read_text() == ""
+
+
+def test_a_program_that_asks_for_input_fails_with_the_reason(runs: Runs) -> None:
+    runs.memtop("train", "--name", "a", "--headless", "--", sys.executable, "-c", "input('how many? ')", status=1)
+    document = runs.show("a")
+    why = "exit status 1: EOFError: EOF when reading a line; under memtop the input of a program is empty"
+    found = document["attempts"][0]["diagnosis"]
+    assert (document["reason"], found["reason"], found["summary"]) == (why, "no_input", why)
 
 
 def test_ctrl_c_in_a_headless_run_stops_it(runs: Runs) -> None:

@@ -177,7 +177,7 @@ async def test_a_preset_in_the_form_fills_the_fields() -> None:
 async def test_an_external_command_restarts_unchanged() -> None:
     feed = RecordingFeed(running(gpu(), settings=None, command=("python", "mine.py")))
     async with opened(feed, "2") as (app, pilot):
-        assert "presets need a built-in recipe" in screen_text(app)
+        assert "presets change a recipe; this is your own program" in screen_text(app)
         await press(pilot, "r")
         assert "python mine.py" in screen_text(app)
         await click(pilot, "#confirm")
@@ -330,6 +330,13 @@ async def test_kill_names_each_process_and_asks_twice() -> None:
             await click(pilot, "#confirm")
             assert actions.ended == [51]
             assert "✓ 1 processes ended, 7.8 GiB returned" in screen_text(app)
+
+
+async def test_without_a_gpu_there_is_nothing_to_tick() -> None:
+    async with opened(RecordingFeed(running())) as (app, pilot):
+        await press(pilot, "k")
+        assert app.screen is app.dashboard
+        assert "no process holds GPU memory: " in screen_text(app)
 
 
 async def test_other_users_processes_cannot_be_ticked_and_enter_closes_a_list_of_them_alone() -> None:
@@ -544,7 +551,7 @@ async def test_a_command_that_a_program_does_not_support_has_no_button_and_its_k
         await press(pilot, "c")
         assert "this program cannot save on request" in screen_text(app)
         await press(pilot, "1")
-        assert "presets need a built-in recipe" in screen_text(app)
+        assert "presets change a recipe; this is your own program" in screen_text(app)
         assert feed.requests == []
         # A program that offers it is asked.
         feed.send(running(gpu(), settings=None, offers=("checkpoint", "free_cache")))

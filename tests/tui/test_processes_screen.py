@@ -12,13 +12,14 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from memtop.supervisor.monitor.values import GpuProcess, MachineSnapshot
+from memtop.supervisor.run.processes.environment import is_secret
 from memtop.supervisor.wire import Checkpoint, StateUpdate
 from memtop.tui.app import DashboardApp
 from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.feed import FeedMessage
 from memtop.tui.line_list import LineList
 from memtop.tui.processes.actions import EndingReport
-from memtop.tui.processes.details import EnvironmentDialog, ProcessScreen, is_secret
+from memtop.tui.processes.details import EnvironmentDialog, ProcessScreen
 from memtop.tui.processes.screen import ProcessesScreen
 from memtop.tui.screen import ConfirmDialog
 from tests.tui.support import (
@@ -407,6 +408,9 @@ async def test_a_filter_with_an_error_names_it_and_is_not_used() -> None:
         ("PWD", "/home/ada", False),
         ("OLDPWD", "/home", False),
         ("PASSIVE", "1", False),
+        ("HF_TOKEN", "x", True),
+        ("MAX_TOKENS", "512", False),
+        ("TOKENIZERS_PARALLELISM", "false", False),
     ],
 )
 def test_secret_values(name: str, value: str, secret: bool) -> None:

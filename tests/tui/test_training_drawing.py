@@ -181,6 +181,7 @@ def test_training_without_any_number_has_dashes() -> None:
     assert "update – / –" in text
     assert "checkpoint none yet" in text
     assert "0.0" not in text
+    assert msgspec.structs.replace(bare, state=wire.Phase.FAILED).checkpoint_words == "none"
 
 
 def test_the_source_of_the_numbers_of_a_users_program() -> None:

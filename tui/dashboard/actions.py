@@ -144,6 +144,9 @@ async def _send_restart(dashboard: Dashboard, change: Change) -> None:
 
 async def kill(dashboard: Dashboard, key: str) -> None:
     store = dashboard.store
+    if store.machine is not None and not store.machine.gpus and not candidates(store):
+        dashboard.say(f"no process holds GPU memory: {store.machine.gpu_note or 'no GPU'}")
+        return
     missing = why_incomplete(store.machine) if store.machine is not None else []
     chosen = await dashboard.app.push_screen_wait(KillDialog(candidates(store), store.now, missing))
     if chosen:

@@ -4,7 +4,6 @@ environment.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping
 from typing import ClassVar
@@ -21,6 +20,7 @@ from memtop.supervisor.clean import clean
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.language import Verbatim, tr, verbatim
 from memtop.supervisor.monitor.values import GpuProcess
+from memtop.supervisor.run.processes.environment import is_secret
 from memtop.tui.charts import trail
 from memtop.tui.line import MUTED, STRONG, Line, cell, fact, fit, join, join_fitting, line, wrap
 from memtop.tui.panel import LinePanel
@@ -184,21 +184,6 @@ class ProcessScreen(FullScreen):
 
 def _percent(value: float | None) -> str:
     return units.percent(value, 0)
-
-
-_SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "PWD", "DSN", "CREDENTIAL", "AUTH")
-_FOLDERS = ("PWD", "OLDPWD")
-_PASS = re.compile(r"(^|_)PASS(_|$)")
-# scheme://user:password@host, and a token in the user's place.
-_WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^\s@]+@", re.IGNORECASE)
-
-
-def is_secret(name: str, value: str = "") -> bool:
-    """Whether a variable looks like a secret, by its name or by the form of its value."""
-    name = name.upper()
-    if _WITH_PASSWORD.search(value):
-        return True
-    return name not in _FOLDERS and (any(word in name for word in _SECRET_WORDS) or _PASS.search(name) is not None)
 
 
 async def show_environment(dashboard: Dashboard, process: GpuProcess, say: Callable[[str, str], None]) -> None:

@@ -1,10 +1,11 @@
-"""The environment variables that a run adds for its program."""
+"""The environment of a run's program: what the run keeps of its first start, and what it adds."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from memtop.supervisor.monitor.processes.proc import RUN_ID_VARIABLE
 from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.post_mortem.log_end import error_file_environment
 from memtop.supervisor.run.processes.agent import AGENT_SITE, ATTEMPT_VARIABLE
-from memtop.supervisor.run.record.folder import RunFolder, RunSpec
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, read_json, write_json
 from memtop.supervisor.wire import Checkpoint
 
 TRAINER_VARIABLE = "MEMTOP_TRAINER"
@@ -53,6 +54,101 @@ def outside_any_run(environment: Mapping[str, str]) -> dict[str, str]:
         ours = (str(AGENT_SITE), str(TRAINER_PATH))
         left["PYTHONPATH"] = os.pathsep.join(path for path in left["PYTHONPATH"].split(os.pathsep) if path not in ours)
     return left
+
+
+_KEPT_FILE = "environment.json"
+_OF_SESSION = frozenset(
+    {
+        *("TERM", "COLUMNS", "LINES", "STY", "DISPLAY", "WAYLAND_DISPLAY", "XAUTHORITY"),
+        *("XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS", "KRB5CCNAME", "TMPDIR"),
+    }
+)
+_OF_SESSION_START = ("MEMTOP_", "SSH_", "SLURM_", "TMUX", "XDG_SESSION_")
+_JOB = "SLURM_JOB_ID"
+_GPUS_OF_JOB = frozenset({"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"})
+_OF_SHELL = frozenset({"_", "PWD", "OLDPWD", "SHLVL"})
+_SHOWN = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "OMP_NUM_THREADS", "WORLD_SIZE")
+"""Variables whose values are printed. Others may be secrets."""
+_MOST_NAMES = 12
+_SECRET = re.compile(r"TOKEN(?!S|IZ)|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|PWD|DSN|CREDENTIAL|AUTH|(^|_)PASS(_|$)")
+# scheme://user:password@host, and a token in the user's place.
+_WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^\s@]+@", re.IGNORECASE)
+
+
+def is_secret(name: str, value: str = "") -> bool:
+    """Whether a variable looks like a secret, by its name or by the form of its value."""
+    return _WITH_PASSWORD.search(value) is not None or (name not in _OF_SHELL and _SECRET.search(name.upper()) is not None)
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    """`environment.json`: the environment of the run's first start."""
+
+    variables: dict[str, str]
+    left_out: tuple[str, ...]
+    """What is in no file, since it looks like a secret, or is not UTF-8."""
+
+
+def keep_environment(folder: RunFolder, environment: Mapping[str, str]) -> None:
+    """Later attempts of the run get this environment. RunFolderError if it cannot be written."""
+    found = {name: value for name, value in outside_any_run(environment).items() if name == _JOB or not _is_of_session(name)}
+    variables = {name: value for name, value in found.items() if not is_secret(name, value) and _is_utf8(name + value)}
+    kept = _Kept(variables, tuple(name for name in found if name not in variables and _is_utf8(name)))
+    write_json(folder.path / _KEPT_FILE, kept, mode=0o600)
+
+
+def kept_environment(folder: RunFolder, here: Mapping[str, str]) -> dict[str, str]:
+    """The environment that the run keeps. Those variables that belong to a session, and those that
+    are in no file, are as here. A run of an older memtop has kept nothing: all is as here."""
+    here, kept = outside_any_run(here), _kept(folder)
+    if kept is None:
+        return here
+    moved = here.get(_JOB) not in (None, kept.variables.get(_JOB))
+    of_job = _GPUS_OF_JOB if moved else frozenset()
+
+    def is_of_here(name: str, value: str) -> bool:
+        if name in kept.left_out or name in of_job or _is_of_session(name):
+            return True
+        return name not in kept.variables and is_secret(name, value)
+
+    return {
+        **{name: value for name, value in kept.variables.items() if not is_of_here(name, value)},
+        **{name: value for name, value in here.items() if is_of_here(name, value)},
+    }
+
+
+def missing_here(folder: RunFolder, here: Mapping[str, str]) -> list[str]:
+    """The variables of the first start that are in no file, and not here either."""
+    kept = _kept(folder)
+    return [] if kept is None else sorted(name for name in kept.left_out if name not in here)
+
+
+def different(environment: Mapping[str, str], here: Mapping[str, str]) -> str:
+    """The variables of an environment that are not the same here, in words; empty if all are. Most
+    values are hidden: they may be secrets."""
+    ignored = _OF_SHELL | {"COLUMNS", "LINES", "TERM"}
+    names = {name for name in {*environment, *here} - ignored if environment.get(name) != here.get(name)}
+    names = {name for name in names if not name.startswith("MEMTOP_")}
+    shown = [f"{name}={environment.get(name, '(not set)')}" for name in _SHOWN if name in names]
+    others = sorted(names - set(_SHOWN))
+    more = [*others[:_MOST_NAMES], f"and {len(others) - _MOST_NAMES} more"] if len(others) > _MOST_NAMES else others
+    return ", ".join([*shown, *more])
+
+
+def _kept(folder: RunFolder) -> _Kept | None:
+    path = folder.path / _KEPT_FILE
+    return read_json(path, _Kept, own=True) if os.path.lexists(path) else None
+
+
+def _is_of_session(name: str) -> bool:
+    return name in _OF_SESSION or name.startswith(_OF_SESSION_START)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def program_environment(

@@ -191,7 +191,8 @@ def create_run(runs_dir: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:
         if not runs_dir.is_dir():
             raise RunFolderError(f"{path}: cannot be created: Not a directory; choose another --runs-dir") from None
         raise RunFolderError(
-            f"run {spec.name!r} exists in {runs_dir}: --fresh moves it aside and starts a new run, --name chooses another name"
+            f"run {spec.name!r} exists in {runs_dir}: another command has just created it, or it is not whole: then --fresh "
+            "moves it aside; --name chooses another name"
         ) from None
     except OSError as error:
         raise RunFolderError(f"{path}: cannot be created: {error.strerror}; choose another --runs-dir") from None

@@ -263,6 +263,7 @@ def _estimates(model: Model, facts: RemedyFacts) -> Estimates | None:
 
 
 def _command(model: Model, diagnosis: Diagnosis, facts: RemedyFacts, host: HostFacts) -> ExternalCommand:
+    row = None if model.configurations.present is None else model.configurations.present.configuration
     return ExternalCommand(
         run=model.run.name,
         command=model.run.command,
@@ -270,6 +271,7 @@ def _command(model: Model, diagnosis: Diagnosis, facts: RemedyFacts, host: HostF
         host=host,
         loader_workers=facts.has_loader_workers,
         on_gpu=model.on_gpu,
+        has_tokens=row is not None and "seq_len" in {**row.uses, **row.knobs},
         leaks=tuple(trend.subject for trend in that_filled(model.trends, diagnosis.kind)),
     )
 
