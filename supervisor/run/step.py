@@ -391,9 +391,5 @@ def _of_first_rank(model: Model, report: Report) -> Model:
 
 def _check_saved(model: Model) -> Model:
     """Read the newest checkpoint that an external command has reported."""
-    saved = model.progress.saved_by_program
-    if model.settings is not None or saved is None or saved.path is None:
-        return model
-    names = ("path", "updates", "samples_seen", "size_bytes")
-    values_of = {name: getattr(saved, name) for name in names}
-    return emit(model, CheckSaved(Checkpoint(**values_of, saved_at=saved.time, complete=False)))
+    saved = model.progress.reported
+    return model if model.settings is not None or saved is None else emit(model, CheckSaved(saved))

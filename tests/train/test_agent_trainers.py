@@ -295,3 +295,48 @@ open("after", "w").write(str(one.state.global_step))
     assert [row["update"] for row in rows if row["loss"] is not None] == list(range(5, run["updates"] + 1, 5))
     (runs.root / "out" / f"checkpoint-{run['updates']}" / "trainer_state.json").write_text("{")
     assert not runs.show("own")["program"]["checkpoint"]["complete"]
+
+
+LIMITED = """
+import os, shutil
+one = trainer(max_steps=100000, eval_steps=4, logging_steps=5, load_best_model_at_end=True, save_total_limit=1,
+    metric_for_best_model="first", greater_is_better=True)
+one.compute_metrics = lambda _: {"first": -one.state.global_step}
+one.train()
+open("after", "w").write(str(one.args.save_total_limit))
+if os.path.exists("deletes"):
+    shutil.rmtree("out")
+"""
+
+
+def test_the_checkpoint_of_a_stop_stays_though_another_is_the_best_and_only_one_is_allowed(runs: Runs) -> None:
+    (runs.root / "mine.py").write_text(SCRIPT + LIMITED)
+    runs.memtop("train", "--detach", "--name", "own", "--", sys.executable, "mine.py")
+    runs.wait("own", lambda run: (run["updates"] or 0) > 9)
+    runs.memtop("stop", "own")
+    run = runs.show("own")
+    assert (run["reason"], run["checkpoint"]["complete"]) == ("stopped as requested, state saved", True)
+    assert run["checkpoint"]["updates"] == run["updates"]
+    assert {path.name for path in (runs.root / "out").iterdir()} == {"checkpoint-4", f"checkpoint-{run['updates']}"}
+    assert (runs.root / "after").read_text() == "1"
+
+
+def test_what_a_stop_has_saved_and_the_program_then_deletes_is_not_called_saved(runs: Runs) -> None:
+    (runs.root / "mine.py").write_text(SCRIPT + LIMITED)
+    (runs.root / "deletes").touch()
+    runs.memtop("train", "--detach", "--name", "own", "--", sys.executable, "mine.py")
+    runs.wait("own", lambda run: (run["updates"] or 0) > 9)
+    runs.memtop("restart", "own", "--detach")
+    before, present = runs.wait("own", lambda run: len(run["attempts"]) == 2)["attempts"]
+    again = f"{before['updates'] - present['start_updates']} updates since the last saved state"
+    assert runs.events("own", "attempt")[-1].message.endswith(
+        f"; {again} (at update {present['start_updates']}) are done again"
+    )
+    runs.wait("own", lambda run: (run["updates"] or 0) > before["updates"] + 4)
+    runs.memtop("stop", "own")
+    run = runs.show("own")
+    path = runs.root / "out" / f"checkpoint-{run['updates']}"
+    again = f"{run['updates'] - present['start_updates']} updates since the last saved state"
+    words = f"stopped as requested, but the checkpoint is gone: {path}; {again} (at update {present['start_updates']})"
+    assert run["reason"] == f"{words} are done again"
+    assert run["checkpoint"]["updates"] == present["start_updates"]
