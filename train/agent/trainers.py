@@ -89,6 +89,7 @@ class TrainerTraining(Training):
 
     def train_begin(self, args: Any, state: Any, control: Any, named: Mapping[str, Any]) -> None:
         trainings, loader = self.trainings, named.get("train_dataloader")
+        self.folder = os.path.realpath(args.output_dir)
         trainings.begin(self, state.global_step)
         self._held = None
         self.split = _split_of(args, loader)
