@@ -94,8 +94,8 @@ def outcome(
 
     `end`: the program's last report, by rank `end_rank`; `status`: its exit status (negative for a
     signal, None if not known); `external`: it is not the built-in trainer, which is only believed
-    to have finished if it reported so: exit status 0 alone proves nothing. `lost`: that its
-    checkpoint is gone.
+    to have finished if it reported so: exit status 0 alone proves nothing. `lost`: which
+    checkpoint of it is gone (`gone`).
     """
     reported = end.outcome if end else None
     unsaved = not_saved(end)
@@ -106,7 +106,9 @@ def outcome(
     if phase in (Phase.STOPPING, Phase.RESTARTING):
         return Phase.STOPPED, stopped_words(status, saved=reported == "stopped", lost=lost), None
     if reported == "stopped" and status in (0, None):
-        return Phase.STOPPED, f"stopped by a request from outside memtop, {lost or 'state saved'}", None
+        if lost is not None:
+            return Phase.STOPPED, f"stopped by a request from outside memtop, but the checkpoint is gone: {lost}", None
+        return Phase.STOPPED, "stopped by a request from outside memtop, state saved", None
     if external and status == 0:
         return Phase.FINISHED, None, None
     lines, summary = log.lines, describe_status(status)
@@ -242,16 +244,19 @@ def over(run: str, word: str, ended: float | None, request: type[Request]) -> st
 
 
 def gone(saved: Checkpoint, reached: int | None, newest: Checkpoint | None) -> str:
-    """That a checkpoint which the program has saved is not there any more. `newest`: what is."""
+    """Which checkpoint that the program has saved is not there any more, and what that means.
+    `newest`: what is there."""
     again = done_again(reached, newest)
-    return f"but the checkpoint is gone: {saved.path}" + (f"; {again}" if again else "")
+    return f"{saved.path}; {again}" if again else saved.path
 
 
 def stopped_words(status: int | None, *, saved: bool, lost: str | None = None) -> str:
     """How a program ended that memtop was asked to stop. `saved`: it has reported that it saved.
     `lost`: its checkpoint is gone."""
+    if saved and lost is not None:
+        return f"stopped as requested, but the checkpoint is gone: {lost}"
     if saved:
-        return f"stopped as requested, {lost or 'state saved'}"
+        return "stopped as requested, state saved"
     # SIGINT is the request itself, and what a program makes of it.
     if status in (None, 0) or signal_status(status) == -signal.SIGINT:
         return "stopped as requested"

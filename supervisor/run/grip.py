@@ -3,8 +3,10 @@ one that a profile describes."""
 
 from __future__ import annotations
 
+import glob
 import math
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +25,7 @@ KNOBS = (*WHOLE_NUMBERS, "gradient_checkpointing", "optimizer")
 _SAME_SHAPE = ("batch", "accumulation", "eval_batch", "max_updates")
 POSITION = "position"
 """`--set position=lost`: restart a program that does not keep its position."""
+_MOST_SEEN = 8
 _BOOLEANS = {"true": True, "false": False}
 
 
@@ -50,6 +53,8 @@ class Grip(msgspec.Struct, frozen=True, kw_only=True):
     since: float | None = None
     """With a profile: checkpoints that are older are of another training, in seconds since the
     epoch. None: the command itself continues from what is there."""
+    seen: tuple[str, ...] = ()
+    """With a profile: where its agent has seen it save, as absolute paths with `*`."""
     batch: int | None = None
     """Of one process, unless the profile says otherwise. With a profile, this and the next are in
     the program's own terms."""
@@ -116,11 +121,20 @@ class Grip(msgspec.Struct, frozen=True, kw_only=True):
         return self.split.accumulation
 
     @property
-    def place(self) -> str:
-        """Where it saves, for people."""
+    def place(self) -> str | None:
+        """Where it saves, for people; None if that is not known."""
         if self.profile is None or self.profile.checkpoint is None:
-            return self.output_dir
-        return " and ".join(filled(path, self.values) or path for path in self.profile.checkpoint.paths)
+            return self.output_dir or None
+        known = (filled(path, self.values) for path in self.profile.checkpoint.paths)
+        return " and ".join([path for path in known if path is not None] or self.seen) or None
+
+    def with_seen_at(self, path: str) -> Grip:
+        """It has saved there; the next one differs in its number."""
+        folder, name = os.path.split(path)
+        pattern = os.path.join(glob.escape(folder), re.sub(r"\d+", "*", glob.escape(name)))  # noqa: PTH118 - of a pattern
+        if pattern in self.seen:
+            return self
+        return msgspec.structs.replace(self, seen=(*self.seen[-_MOST_SEEN + 1 :], pattern))
 
     @property
     def asks(self) -> bool:
@@ -206,6 +220,14 @@ def why_not_continued(grip: Grip) -> str | None:
         return None
     what = "would begin from zero" if grip.profile.resume.how == "never" else "would count its updates from zero"
     return f"this program {what} (profile {grip.profile.name}): {grip.profile.resume.why}"
+
+
+def no_checkpoint(grip: Grip, found: Checkpoint | None) -> str:
+    """Why the program has nothing to resume from. `found`: a checkpoint that is not complete."""
+    if grip.place is None:
+        return "where this program saves is not known"
+    why = "" if found is None or not found.problem else f" ({found.problem})"
+    return f"there is no complete checkpoint of this run in {grip.place}{why}"
 
 
 def _value(name: str, text: str) -> int | bool | str:

@@ -336,6 +336,8 @@ def _reported(model: Model, event: Reported) -> Model:
     model = workers.after_report(model, before, rank, report, replayed=event.replayed)
     if isinstance(report, TrainerFound) and rank == 0:
         model = trainer.found(model, report, replayed=event.replayed)
+    if isinstance(report, Saved) and rank == 0:
+        model = trainer.saved(model, report, replayed=event.replayed)
     if isinstance(report, Spiked) and rank == 0:
         model = spikes.reported(model, report)
     if isinstance(report, Written) and rank == 0:
