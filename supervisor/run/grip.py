@@ -281,7 +281,8 @@ def consequences(
     checkpoint, about. `ended`: the program has ended already."""
     values = values_of(knobs, grip)
     after = msgspec.structs.replace(grip.given(values), fixed_length=grip.fixed_length or "max_updates" in values)
-    text = _lost(at, reached, ended=ended)
+    # A profile says whether the program saves when it is stopped.
+    text = _lost(at, reached, is_certain=ended or (grip.profile is not None and not grip.profile.stop.saves))
     if (length := values.get("seq_len")) is not None and length != grip.seq_len:
         text += f"; ! seq_len {grip.seq_len} -> {length}: samples are cut at another length, which changes training"
     done = (at.updates if at is not None and at.complete else None) or 0
@@ -389,8 +390,9 @@ def lost_by_stop(grip: Grip, at: Checkpoint | None, reached: int | None) -> str 
     return text if grip.saves_on_sigterm is None else f"{text}; with enable_jit_checkpoint=True in its arguments it would save"
 
 
-def _lost(at: Checkpoint | None, reached: int | None, *, ended: bool) -> str:
-    """How many updates are done again, as far as that is known."""
+def _lost(at: Checkpoint | None, reached: int | None, *, is_certain: bool) -> str:
+    """How many updates are done again, as far as that is known. `is_certain`: the program does not
+    save any more."""
     if at is not None and at.complete and at.updates is None:
         return ""  # a program with a profile may count otherwise
     saved = (at.updates or 0) if at is not None and at.complete else 0
@@ -401,4 +403,4 @@ def _lost(at: Checkpoint | None, reached: int | None, *, ended: bool) -> str:
         f"{many} updates since update {saved} are done again" if many > 1 else f"1 update since update {saved} is done again"
     )
     text = f"; {again}"
-    return text if ended else f"{text}, unless the program saves when it is stopped"
+    return text if is_certain else f"{text}, unless the program saves when it is stopped"
