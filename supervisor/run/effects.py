@@ -76,6 +76,8 @@ class ClearLeftovers(msgspec.Struct, frozen=True, kw_only=True, tag="clear_lefto
     """Time to save for processes that were interrupted together with the program."""
     terminate_seconds: float
     """Time for all of them after SIGTERM."""
+    saved: Checkpoint | None = None
+    """The newest checkpoint that the user's own program has reported: look whether it is there."""
 
 
 class Examine(msgspec.Struct, frozen=True, kw_only=True, tag="examine"):

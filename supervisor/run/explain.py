@@ -80,14 +80,22 @@ def phases_scale(peaks: Iterable[PhasePeak]) -> units.Scale:
 
 
 def outcome(
-    log: LogEnd, end: End | None, status: int | None, phase: Phase, *, external: bool, end_rank: int = 0
+    log: LogEnd,
+    end: End | None,
+    status: int | None,
+    phase: Phase,
+    *,
+    external: bool,
+    end_rank: int = 0,
+    lost: str | None = None,
 ) -> tuple[Phase, str | None, dict[str, Any] | None]:
     """How an attempt ended: the run's next phase, the reason in one line, and a diagnosis if it
     failed.
 
     `end`: the program's last report, by rank `end_rank`; `status`: its exit status (negative for a
     signal, None if not known); `external`: it is not the built-in trainer, which is only believed
-    to have finished if it reported so: exit status 0 alone proves nothing.
+    to have finished if it reported so: exit status 0 alone proves nothing. `lost`: which
+    checkpoint of it is gone (`gone`).
     """
     reported = end.outcome if end else None
     unsaved = not_saved(end)
@@ -96,8 +104,10 @@ def outcome(
     if reported == "finished" and status in (0, None):
         return Phase.FINISHED, None, None
     if phase in (Phase.STOPPING, Phase.RESTARTING):
-        return Phase.STOPPED, stopped_words(status, saved=reported == "stopped"), None
+        return Phase.STOPPED, stopped_words(status, saved=reported == "stopped", lost=lost), None
     if reported == "stopped" and status in (0, None):
+        if lost is not None:
+            return Phase.STOPPED, f"stopped by a request from outside memtop, but the checkpoint is gone: {lost}", None
         return Phase.STOPPED, "stopped by a request from outside memtop, state saved", None
     if external and status == 0:
         return Phase.FINISHED, None, None
@@ -253,8 +263,18 @@ def over(run: str, word: str, ended: float | None, request: type[Request]) -> st
     return f"{what}; {_NOTHING[request]}"
 
 
-def stopped_words(status: int | None, *, saved: bool) -> str:
-    """How a program ended that memtop was asked to stop. `saved`: it has reported that it saved."""
+def gone(saved: Checkpoint, reached: int | None, newest: Checkpoint | None) -> str:
+    """Which checkpoint that the program has saved is not there any more, and what that means.
+    `newest`: what is there."""
+    again = done_again(reached, newest)
+    return f"{saved.path}; {again}" if again else saved.path
+
+
+def stopped_words(status: int | None, *, saved: bool, lost: str | None = None) -> str:
+    """How a program ended that memtop was asked to stop. `saved`: it has reported that it saved.
+    `lost`: its checkpoint is gone."""
+    if saved and lost is not None:
+        return f"stopped as requested, but the checkpoint is gone: {lost}"
     if saved:
         return "stopped as requested, state saved"
     # SIGINT is the request itself, and what a program makes of it.

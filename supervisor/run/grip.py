@@ -3,8 +3,10 @@ one that a profile describes."""
 
 from __future__ import annotations
 
+import glob
 import math
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +25,7 @@ KNOBS = (*WHOLE_NUMBERS, "gradient_checkpointing", "optimizer")
 _SAME_SHAPE = ("batch", "accumulation", "eval_batch", "max_updates")
 POSITION = "position"
 """`--set position=lost`: restart a program that does not keep its position."""
+_MOST_SEEN = 8
 _BOOLEANS = {"true": True, "false": False}
 
 
@@ -50,6 +53,8 @@ class Grip(msgspec.Struct, frozen=True, kw_only=True):
     since: float | None = None
     """With a profile: checkpoints that are older are of another training, in seconds since the
     epoch. None: the command itself continues from what is there."""
+    seen: tuple[str, ...] = ()
+    """With a profile: where its agent has seen it save, as absolute paths with `*`."""
     batch: int | None = None
     """Of one process, unless the profile says otherwise. With a profile, this and the next are in
     the program's own terms."""
@@ -116,11 +121,20 @@ class Grip(msgspec.Struct, frozen=True, kw_only=True):
         return self.split.accumulation
 
     @property
-    def place(self) -> str:
-        """Where it saves, for people."""
+    def place(self) -> str | None:
+        """Where it saves, for people; None if that is not known."""
         if self.profile is None or self.profile.checkpoint is None:
-            return self.output_dir
-        return " and ".join(filled(path, self.values) or path for path in self.profile.checkpoint.paths)
+            return self.output_dir or None
+        known = (filled(path, self.values) for path in self.profile.checkpoint.paths)
+        return " and ".join([path for path in known if path is not None] or self.seen) or None
+
+    def with_seen_at(self, path: str) -> Grip:
+        """It has saved there; the next one differs in its number."""
+        folder, name = os.path.split(path)
+        pattern = os.path.join(glob.escape(folder), re.sub(r"\d+", "*", glob.escape(name)))  # noqa: PTH118 - of a pattern
+        if pattern in self.seen:
+            return self
+        return msgspec.structs.replace(self, seen=(*self.seen[-_MOST_SEEN + 1 :], pattern))
 
     @property
     def asks(self) -> bool:
@@ -208,6 +222,14 @@ def why_not_continued(grip: Grip) -> str | None:
     return f"this program {what} (profile {grip.profile.name}): {grip.profile.resume.why}"
 
 
+def no_checkpoint(grip: Grip, found: Checkpoint | None) -> str:
+    """Why the program has nothing to resume from. `found`: a checkpoint that is not complete."""
+    if grip.place is None:
+        return "where this program saves is not known"
+    why = "" if found is None or not found.problem else f" ({found.problem})"
+    return f"there is no complete checkpoint of this run in {grip.place}{why}"
+
+
 def _value(name: str, text: str) -> int | bool | str:
     if name in WHOLE_NUMBERS:
         if not text.isdecimal() or not 0 < int(text) < 1 << 31:
@@ -259,7 +281,8 @@ def consequences(
     checkpoint, about. `ended`: the program has ended already."""
     values = values_of(knobs, grip)
     after = msgspec.structs.replace(grip.given(values), fixed_length=grip.fixed_length or "max_updates" in values)
-    text = _lost(at, reached, ended=ended)
+    # A profile says whether the program saves when it is stopped.
+    text = _lost(at, reached, is_certain=ended or (grip.profile is not None and not grip.profile.stop.saves))
     if (length := values.get("seq_len")) is not None and length != grip.seq_len:
         text += f"; ! seq_len {grip.seq_len} -> {length}: samples are cut at another length, which changes training"
     done = (at.updates if at is not None and at.complete else None) or 0
@@ -367,8 +390,9 @@ def lost_by_stop(grip: Grip, at: Checkpoint | None, reached: int | None) -> str 
     return text if grip.saves_on_sigterm is None else f"{text}; with enable_jit_checkpoint=True in its arguments it would save"
 
 
-def _lost(at: Checkpoint | None, reached: int | None, *, ended: bool) -> str:
-    """How many updates are done again, as far as that is known."""
+def _lost(at: Checkpoint | None, reached: int | None, *, is_certain: bool) -> str:
+    """How many updates are done again, as far as that is known. `is_certain`: the program does not
+    save any more."""
     if at is not None and at.complete and at.updates is None:
         return ""  # a program with a profile may count otherwise
     saved = (at.updates or 0) if at is not None and at.complete else 0
@@ -379,4 +403,4 @@ def _lost(at: Checkpoint | None, reached: int | None, *, ended: bool) -> str:
         f"{many} updates since update {saved} are done again" if many > 1 else f"1 update since update {saved} is done again"
     )
     text = f"; {again}"
-    return text if ended else f"{text}, unless the program saves when it is stopped"
+    return text if is_certain else f"{text}, unless the program saves when it is stopped"

@@ -417,10 +417,10 @@ class Performer:
         attempt = self.attempt
         assert attempt is not None
         await clear_leftovers(attempt, effect.untouched_seconds, effect.terminate_seconds, self._post)
-        # One of them may have been the trainer itself, whose launcher had ended: its last reports
-        # count.
+        # One of them may have been the trainer, whose launcher had ended: its last reports count.
         self._read_reports()
-        self._post(LeftoversCleared(log=read_log_end(attempt.log_path), states=read_states(self._folder, grip)))
+        saved = effect.saved and checkpoints.checked(effect.saved)
+        self._post(LeftoversCleared(log=read_log_end(attempt.log_path), states=read_states(self._folder, grip), saved=saved))
 
     async def _examine(self, effect: Examine, model: Model) -> None:
         """Find out why the attempt ended, in a thread, because its log may be large."""

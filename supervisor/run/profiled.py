@@ -53,6 +53,7 @@ def grip_of(spec: RunSpec, run: Path, knobs: dict[str, Any], known: Grip | None)
         since=None if _continues(profile, program) else spec.created,
         processes=processes,
         resumes=known.resumes if known is not None else None,
+        seen=known.seen if known is not None else (),
         **numbers,
     )
 

@@ -28,7 +28,7 @@ from memtop.supervisor.run.reports import (
     Written,
 )
 from memtop.supervisor.run.speed import NEWEST, Done, Speed, speed
-from memtop.supervisor.wire import StepSplit
+from memtop.supervisor.wire import Checkpoint, StepSplit
 
 # A program may survive many allocation failures; the newest explain its end.
 _FAILURES_KEPT = 256
@@ -205,6 +205,16 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     def best_loss(self) -> float | None:
         """The least loss of the updates that count: a restart may have taken back others."""
         return min((loss for loss in (self.least_loss, self.best_before) if loss is not None), default=None)
+
+    @property
+    def reported(self) -> Checkpoint | None:
+        """The newest checkpoint of a program that names the folder; whether it is complete is not
+        known."""
+        saved = self.saved_by_program
+        if saved is None or saved.path is None:
+            return None
+        names = ("path", "updates", "samples_seen", "size_bytes")
+        return Checkpoint(**{name: getattr(saved, name) for name in names}, saved_at=saved.time, complete=False)
 
     @property
     def update(self) -> int | None:

@@ -339,6 +339,8 @@ def _reported(model: Model, event: Reported) -> Model:
     model = workers.after_report(model, before, rank, report, replayed=event.replayed)
     if isinstance(report, TrainerFound) and rank == 0:
         model = trainer.found(model, report, replayed=event.replayed)
+    if isinstance(report, Saved) and rank == 0:
+        model = trainer.saved(model, report, replayed=event.replayed)
     if isinstance(report, Spiked) and rank == 0:
         model = spikes.reported(model, report)
     if isinstance(report, Written) and rank == 0:
@@ -401,9 +403,5 @@ def _of_first_rank(model: Model, report: Report) -> Model:
 
 def _check_saved(model: Model) -> Model:
     """Read the newest checkpoint that an external command has reported."""
-    saved = model.progress.saved_by_program
-    if model.settings is not None or saved is None or saved.path is None:
-        return model
-    names = ("path", "updates", "samples_seen", "size_bytes")
-    values_of = {name: getattr(saved, name) for name in names}
-    return emit(model, CheckSaved(Checkpoint(**values_of, saved_at=saved.time, complete=False)))
+    saved = model.progress.reported
+    return model if model.settings is not None or saved is None else emit(model, CheckSaved(saved))

@@ -126,6 +126,14 @@ def test_an_interrupted_save_does_not_replace_the_copy(run: Path) -> None:
     assert torch.load(kept.path)["step"] == 120
 
 
+def test_a_folder_without_a_file_is_a_save_that_has_just_begun(run: Path) -> None:
+    place, path = folders(run.parent / "out"), run.parent / "out/step_10"
+    path.mkdir(parents=True)
+    assert being_saved(place) == str(path)
+    os.utime(path, (1000, 1000))
+    assert being_saved(place) is None
+
+
 def test_a_checkpoint_without_a_position_does_not_replace_one_that_has_it(run: Path) -> None:
     path, place = run.parent / "out/ckpt.pt", one_file(run.parent / "out")
     torch.save({"weights": torch.ones(9)}, path)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from memtop.presets.program_profiles import load_profiles
+from memtop.presets.program_profiles import StopRule, load_profiles
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.program import Knob, Knobs, known
 from memtop.supervisor.run.effects import Launch, Signal, UpdateAttempt
@@ -147,10 +147,15 @@ def test_the_effective_batch_follows_from_what_the_program_divides() -> None:
 
 def test_what_a_restart_means_is_said_before() -> None:
     assert consequences(grip(), HALF, SAVED, 25) == (
-        "; 5 updates since update 20 are done again, unless the program saves when it is stopped; batch 8 x 2 -> 4 x 4: the "
-        "effective batch stays 16; its samples are drawn at random; with a fixed seed the program draws those of its "
-        "beginning again; the learning rate there is the same before and after"
+        "; 5 updates since update 20 are done again; batch 8 x 2 -> 4 x 4: the effective batch stays 16; its samples are "
+        "drawn at random; with a fixed seed the program draws those of its beginning again; the learning rate there is the "
+        "same before and after"
     )
+    profile = grip().profile
+    assert profile is not None
+    saves = replace(grip(), profile=replace(profile, stop=StopRule(saves=True)))
+    again = "; 5 updates since update 20 are done again, unless the program saves when it is stopped"
+    assert consequences(saves, {}, SAVED, 25) == again
     unknown = replace(SAVED, updates=None, step=8, epoch=1)
     text = consequences(grip("minimind"), HALF, unknown, 25)
     assert text.startswith("; batch 8 x 2 -> 4 x 4: the effective batch stays 16; its position is converted")

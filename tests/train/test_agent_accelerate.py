@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import Runs
+from tests.conftest import Runs, wait_for_file
 from tests.forking import run as run_forked
 from tests.train.test_agent_ranks import program, updates
 from tests.train.test_agent_trainers import SCRIPT as TRAINER
@@ -159,3 +160,74 @@ def test_a_supervised_loop_shows_its_settings_and_its_checkpoint(runs: Runs) -> 
     assert (shown["checkpoint"]["path"], shown["checkpoint"]["complete"]) == (str(runs.root / "step_4"), True)
     (runs.root / "step_4" / "random_states_0.pkl").write_bytes(b"PK")
     assert not runs.show("own")["program"]["checkpoint"]["complete"]
+
+
+OWN_FOLDER = """
+import argparse, pathlib, time, torch
+from accelerate import Accelerator
+parser = argparse.ArgumentParser()
+parser.add_argument("--resume_from_checkpoint")
+resumed = parser.parse_args().resume_from_checkpoint
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+loader = torch.utils.data.DataLoader(torch.arange(400.0).reshape(-1, 1), batch_size=4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+done = 0
+if resumed:
+    accelerator.load_state(resumed)
+    done = int(resumed.split("step_")[-1])
+
+def collect(*_):
+    pathlib.Path("saving").touch()
+    while pathlib.Path("slow").exists():
+        time.sleep(0.05)
+
+accelerator.register_save_state_pre_hook(collect)
+for x in accelerator.skip_first_batches(loader, done):
+    loss = model(x).mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    done += 1
+    print(f"step {done}/100 loss {loss.item()}", flush=True)
+    if done in (10, 20):
+        accelerator.save_state(f"states/step_{done}")
+    while done == 25 and not resumed:
+        time.sleep(0.1)
+"""
+
+
+def test_the_states_that_a_loop_saves_where_its_command_does_not_say_are_found(runs: Runs) -> None:
+    (runs.root / "mine.py").write_text(OWN_FOLDER)
+    runs.memtop("train", "--detach", "--name", "own", "--", sys.executable, "mine.py")
+    run = runs.wait("own", lambda run: run["updates"] == 25 and run["checkpoint"] is not None)
+    assert run["program"]["profile"] == "accelerate"
+    assert (run["checkpoint"]["path"], run["checkpoint"]["updates"]) == (str(runs.root / "states/step_20"), 20)
+    runs.memtop("stop", "own")
+    for name in ("step_10", "step_20"):
+        (runs.root / "states" / name / "model.safetensors").rename(runs.root / name)
+    told = runs.memtop("restart", "own", "--detach", status=2).stderr
+    words = f"this program would begin from zero: there is no complete checkpoint of this run in {runs.root}/states/step_* ("
+    assert told.startswith(f"memtop: {words}")
+    assert told.endswith("; `--set position=lost` restarts it nevertheless\n")
+    for name in ("step_10", "step_20"):
+        (runs.root / name).rename(runs.root / "states" / name / "model.safetensors")
+    told = runs.memtop("restart", "own", "--detach").stderr
+    assert told.startswith("restarting from the program's checkpoint at update 20; 5 updates since update 20 are done again\n")
+    run = runs.wait("own", lambda run: run["state"] == "finished")
+    assert (run["updates"], run["attempts"][1]["start_updates"], run["program"]["resumes"]) == (100, 20, True)
+
+
+def test_a_stop_waits_for_a_save_that_has_written_no_file_yet(runs: Runs) -> None:
+    (runs.root / "mine.py").write_text(OWN_FOLDER)
+    (runs.root / "slow").touch()
+    runs.memtop("train", "--detach", "--name", "own", "--", sys.executable, "mine.py")
+    wait_for_file(runs.root / "saving")
+    with runs.start("stop", "own", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as stopping:
+        assert stopping.stderr.readline() == "stopping: memtop sends SIGINT to the program, which does not save then\n"
+        assert stopping.stderr.readline() == "the program is saving: SIGINT follows when it has saved\n"
+        (runs.root / "slow").unlink()
+        stopping.communicate()
+    assert (runs.root / "states/step_10/random_states_0.pkl").exists()
+    assert runs.show("own")["checkpoint"]["complete"]

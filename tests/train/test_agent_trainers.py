@@ -100,7 +100,7 @@ def test_trainings_one_after_another_have_one_count(tmp_path: Path) -> None:
         + """
 trainer(eval_strategy="no").evaluate()
 trainer(max_steps=4, eval_strategy="no").train()
-two = trainer(max_steps=6, eval_strategy="no", logging_strategy="epoch")
+two = trainer(max_steps=6, eval_strategy="no", logging_strategy="epoch", output_dir="out-2")
 two.train(resume_from_checkpoint="out/checkpoint-4")
 two.train(resume_from_checkpoint="out/checkpoint-4")
 own = torch.optim.SGD(two.model.parameters(), lr=0.5)
@@ -120,6 +120,38 @@ own.step()
     late = [step for step in of_kind(reports, "step") if step["update"] == 9]
     assert [step["logged"] for step in late] == [False, True] * 2
     assert all((step.get("loss") is not None) == step["logged"] for step in late)
+
+
+def test_a_new_trainer_that_resumes_the_training_before_goes_on_with_its_count(tmp_path: Path) -> None:
+    """As after a lack of memory: with half the batch, and so twice as many updates."""
+    code = (
+        SCRIPT
+        + """
+class Refused(TrainerCallback):
+    def on_step_end(self, args, state, control, **others):
+        if state.global_step == 6:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+one = trainer(max_steps=2, output_dir="other")
+one.train()
+first = trainer()
+first.add_callback(Refused())
+try:
+    first.train()
+except torch.OutOfMemoryError:
+    trainer(per_device_train_batch_size=1).train(resume_from_checkpoint=True)
+"""
+    )
+    reports = program(tmp_path, code)[0]
+    plans = [
+        (plan["updates"], plan["total_updates"], plan["resumed"], plan["samples_seen"]) for plan in of_kind(reports, "plan")
+    ]
+    # The third Trainer resumes after 4 updates of the second one.
+    assert plans == [(0, 2, False, 0), (2, 12, False, 8), (6, 22, True, 24)]
+    assert updates(reports) == [1, 2, *range(3, 8), *range(7, 23)], "the sixth one was not logged"
+    saved = {report["updates"]: report["path"] for report in of_kind(reports, "checkpoint")}
+    assert saved[22] == str(tmp_path / "out" / "checkpoint-20")
+    assert of_kind(reports, "step")[-1]["samples_seen"] == 8 + 40
 
 
 EVENTS = ("train_begin", "step_begin", "step_end", "epoch_end", "log", "evaluate", "predict", "save", "train_end")
@@ -295,3 +327,48 @@ open("after", "w").write(str(one.state.global_step))
     assert [row["update"] for row in rows if row["loss"] is not None] == list(range(5, run["updates"] + 1, 5))
     (runs.root / "out" / f"checkpoint-{run['updates']}" / "trainer_state.json").write_text("{")
     assert not runs.show("own")["program"]["checkpoint"]["complete"]
+
+
+LIMITED = """
+import os, shutil
+one = trainer(max_steps=100000, eval_steps=4, logging_steps=5, load_best_model_at_end=True, save_total_limit=1,
+    metric_for_best_model="first", greater_is_better=True)
+one.compute_metrics = lambda _: {"first": -one.state.global_step}
+one.train()
+open("after", "w").write(str(one.args.save_total_limit))
+if os.path.exists("deletes"):
+    shutil.rmtree("out")
+"""
+
+
+def test_the_checkpoint_of_a_stop_stays_though_another_is_the_best_and_only_one_is_allowed(runs: Runs) -> None:
+    (runs.root / "mine.py").write_text(SCRIPT + LIMITED)
+    runs.memtop("train", "--detach", "--name", "own", "--", sys.executable, "mine.py")
+    runs.wait("own", lambda run: (run["updates"] or 0) > 9)
+    runs.memtop("stop", "own")
+    run = runs.show("own")
+    assert (run["reason"], run["checkpoint"]["complete"]) == ("stopped as requested, state saved", True)
+    assert run["checkpoint"]["updates"] == run["updates"]
+    assert {path.name for path in (runs.root / "out").iterdir()} == {"checkpoint-4", f"checkpoint-{run['updates']}"}
+    assert (runs.root / "after").read_text() == "1"
+
+
+def test_what_a_stop_has_saved_and_the_program_then_deletes_is_not_called_saved(runs: Runs) -> None:
+    (runs.root / "mine.py").write_text(SCRIPT + LIMITED)
+    (runs.root / "deletes").touch()
+    runs.memtop("train", "--detach", "--name", "own", "--", sys.executable, "mine.py")
+    runs.wait("own", lambda run: (run["updates"] or 0) > 9)
+    runs.memtop("restart", "own", "--detach")
+    before, present = runs.wait("own", lambda run: len(run["attempts"]) == 2)["attempts"]
+    again = f"{before['updates'] - present['start_updates']} updates since the last saved state"
+    assert runs.events("own", "attempt")[-1].message.endswith(
+        f"; {again} (at update {present['start_updates']}) are done again"
+    )
+    runs.wait("own", lambda run: (run["updates"] or 0) > before["updates"] + 4)
+    runs.memtop("stop", "own")
+    run = runs.show("own")
+    path = runs.root / "out" / f"checkpoint-{run['updates']}"
+    again = f"{run['updates'] - present['start_updates']} updates since the last saved state"
+    words = f"stopped as requested, but the checkpoint is gone: {path}; {again} (at update {present['start_updates']})"
+    assert run["reason"] == f"{words} are done again"
+    assert run["checkpoint"]["updates"] == present["start_updates"]

@@ -85,7 +85,7 @@ Reports are JSON objects, one a line, each with `type`, `time` (seconds since th
   from before first_update, or null), action (ask | back | stop), problem, message}: the loss has
   jumped and stayed high.
 * `phase`, `memory`, `evaluation`, `warning`, `end`: see `train/run.py` and
-  `train/trainer.py`.
+  `train/trainer.py`. A loop with accelerate reports the phase save while `save_state` works.
 """
 
 from __future__ import annotations

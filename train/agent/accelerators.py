@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from types import ModuleType
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 from .frameworks import Split, Trainings, batch_of, number_on_cpu, report_checkpoint
 
@@ -53,7 +53,8 @@ class Loop:
         @functools.wraps(method)
         def told(accelerator: Any, *given: Any, **named: Any) -> Any:
             began = time.monotonic()
-            result = method(accelerator, *given, **named)
+            with self._saving() if method.__name__ == "save_state" else contextlib.nullcontext():
+                result = method(accelerator, *given, **named)
             if not self._off and not self._trainings.watch.is_silent:
                 try:
                     getattr(self, method.__name__)(accelerator, result, began, *given, **named)
@@ -62,6 +63,19 @@ class Loop:
             return result
 
         return told
+
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Report when it begins to save, and when it has ended: a stop waits for it, and the first
+        file may come late."""
+        is_told = not self._off and not self._trainings.watch.is_silent
+        if is_told:
+            self._trainings.agent.report("phase", phase="save")
+        try:
+            yield
+        finally:
+            if is_told:
+                self._trainings.agent.report("phase", phase="training")
 
     def _give_up(self, error: Exception) -> None:
         self._off = True

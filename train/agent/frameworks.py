@@ -67,13 +67,16 @@ class Trainings:
     def begin(self, training: Training, start: int) -> None:
         """Begin its count where the training before it in this process has ended.
 
-        A trainer that resumes its own training goes on with its count. `start`: the trainer's
-        number of updates now.
+        A trainer that resumes goes on with the count of its own training, or of the one before it
+        that saved into the same folder. `start`: the trainer's number of updates now.
         """
         self.agent.adopt()
         self.begun += 1
-        is_same = training is self._present and (start > 0 or not training.ended)
-        if not is_same:
+        before = self._present
+        is_same = training is before and (start > 0 or not training.ended)
+        if before is not None and before.folder is not None and before.folder == training.folder and start > 0:
+            training.base, training.samples_before = before.base, before.samples_before
+        elif not is_same:
             training.base, training.samples_before = self.update, self.samples
         training.ended = False
         self._present = training
@@ -124,6 +127,8 @@ class Training:
         self.base = 0
         """The updates that earlier trainings of this process have done."""
         self.samples_before: int | None = 0
+        self.folder: str | None = None
+        """Where it saves; None if that is not known."""
         self.ended = False
         self.trainings = trainings
         self.split = Split(None, None, None)

@@ -65,7 +65,7 @@ def _guarded(trainings: Trainings, name: str) -> Callable[..., None]:
                 trainings.give_up(error)
         # Also after a failure: the other ranks wait for this one.
         with contextlib.suppress(Exception):
-            training.obey(name, state, control)
+            training.obey(name, args, state, control)
 
     return event
 
@@ -84,9 +84,12 @@ class TrainerTraining(Training):
         self._rate: float | None = None
         self._busy_since = 0.0
         """When whatever is not an update began."""
+        self._limited = False
+        """The program allows one checkpoint; until the end, memtop allows one more."""
 
     def train_begin(self, args: Any, state: Any, control: Any, named: Mapping[str, Any]) -> None:
         trainings, loader = self.trainings, named.get("train_dataloader")
+        self.folder = os.path.realpath(args.output_dir)
         trainings.begin(self, state.global_step)
         self._held = None
         self.split = _split_of(args, loader)
@@ -183,7 +186,7 @@ class TrainerTraining(Training):
         self.trainings.agent.report("end", outcome="stopped" if stopped else "finished")
         self.trainings.end()
 
-    def obey(self, event: str, state: Any, control: Any) -> None:
+    def obey(self, event: str, args: Any, state: Any, control: Any) -> None:
         """Save, and then stop, as the supervisor has asked; also after a failure."""
         orders = self.orders
         if event == "step_end":
@@ -198,6 +201,11 @@ class TrainerTraining(Training):
             orders.saves = False
             if orders.stops:
                 control.should_training_stop = True
+                if args.save_total_limit == 1:
+                    # With this limit, the Trainer deletes it at its end if another one is the best.
+                    self._limited, args.save_total_limit = True, 2
+        elif event == "train_end" and self._limited:
+            self._limited, args.save_total_limit = False, 1
 
     def _continue(self) -> None:
         """The next update begins now: what came before is no part of it."""

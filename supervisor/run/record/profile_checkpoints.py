@@ -69,13 +69,16 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def place_of(grip: Grip) -> Place | None:
-    """None if the profile names no checkpoints, or contains a value that is not known."""
+    """None if the profile names no checkpoints, or contains a value that is not known, and its
+    agent has seen none."""
     profile = grip.profile
     if profile is None or profile.checkpoint is None:
         return None
     paths = [filled(path, {name: glob.escape(text) for name, text in grip.values.items()}) for path in profile.checkpoint.paths]
     known = tuple(os.path.normpath(Path(grip.cwd, path)) for path in paths if path is not None)
     given = any("{checkpoint}" in word for word in profile.resume.words)
+    if given and not known:
+        known = grip.seen
     return Place(paths=known, rule=profile.checkpoint, position=profile.position, given=given) if known else None
 
 
@@ -135,12 +138,14 @@ def record_of(run: Path) -> Kept | None:
 
 def read(path: Path, place: Place, split: Split | None) -> Checkpoint:
     """What the checkpoint at this path says."""
+    empty = f"{path}: it was removed meanwhile, or is empty"
     try:
-        problem = _problem(path, place.rule.needs)
-        saved_at = max(time_ns for _, _, time_ns in stamps(path).values()) / 1e9
+        files = stamps(path)
+        problem = _problem(path, place.rule.needs) if files else empty
+        saved_at = max((time_ns for _, _, time_ns in files.values()), default=path.stat().st_mtime_ns) / 1e9
         size = size_of(path)
     except (OSError, ValueError):
-        return Checkpoint(path=str(path), complete=False, problem=f"{path}: it was removed meanwhile, or is empty")
+        return Checkpoint(path=str(path), complete=False, problem=empty)
     found = Checkpoint(path=str(path), saved_at=saved_at, size_bytes=size, complete=problem is None, problem=problem)
     if problem is not None:
         return found

@@ -114,7 +114,7 @@ def launched(model: Model, event: Launched) -> Model:
     assert launching is not None
     change, settings, number = launching.change, launching.settings, launching.number
     meant = explain.split_change(model.settings, settings) + length_text(model, change, settings, event.states.newest)
-    repeated = _repeated(model, change, event.states.newest)
+    repeated = _repeated(model, change, event)
     by_memtop, knobs_before = launching.cause is Cause.DEATH, model.knobs
     if by_memtop and model.restart is not None and model.restart.waiting.disk_bytes is not None:
         model = replace(model, waited_at=model.saved or 0)
@@ -198,12 +198,13 @@ def _anew(model: Model, launching: Launching, event: Launched, repeated: str | N
     )
 
 
-def _repeated(model: Model, change: Change, checkpoint: Checkpoint | None) -> str | None:
+def _repeated(model: Model, change: Change, event: Launched) -> str | None:
     """Which updates of the previous attempt are repeated, in words.
 
-    None if the run went back to an earlier state on purpose, and for external commands, whose saved
-    state memtop does not know.
+    None if the run went back to an earlier state on purpose, and for external commands of which
+    memtop does not know where they resume.
     """
-    if model.settings is None or change.state_before is not None:
-        return None
-    return explain.done_again(model.progress.update, checkpoint)
+    if model.settings is None:
+        at = event.resumed
+        return None if at is None or at.updates is None else explain.done_again(model.update, at)
+    return None if change.state_before is not None else explain.done_again(model.progress.update, event.states.newest)

@@ -13,7 +13,7 @@ from memtop.supervisor.recovery.configuration import live_values
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import Reply
 from memtop.supervisor.run.events import AgentAnswer, Answered, Requested
-from memtop.supervisor.run.grip import after_stop, consequences
+from memtop.supervisor.run.grip import after_stop, consequences, no_checkpoint
 from memtop.supervisor.run.model import (
     Ask,
     AttemptStage,
@@ -201,8 +201,7 @@ def _resuming(model: Model) -> str:
     if model.alive and saves_when_stopped(model.settings, model.progress.offers):
         return "restarting from the checkpoint that the program saves now"
     assert model.grip is not None
-    why = f": {found.problem}" if found is not None else ""
-    return f"starting at the first update: no complete checkpoint of this run is in {model.grip.place}{why}"
+    return f"starting at the first update: {no_checkpoint(model.grip, found)}"
 
 
 def _of_knobs(model: Model, change: Change) -> str:

@@ -15,7 +15,7 @@ from memtop.supervisor.run.events import Examined, LeftoversCleared, LeftoversFo
 from memtop.supervisor.run.model import AttemptStage, AttemptVerdict, Cause, Model, emit, move, not_by_signal, note, warn
 from memtop.supervisor.run.rules import attempts, spikes, survival, verification
 from memtop.supervisor.run.stop_ladder import LEFTOVER_SECONDS
-from memtop.supervisor.wire import Change, Phase
+from memtop.supervisor.wire import Change, Checkpoint, Phase
 
 
 def program_ended(model: Model, event: ProgramEnded) -> Model:
@@ -27,7 +27,8 @@ def program_ended(model: Model, event: ProgramEnded) -> Model:
     # After a stop, they may still be saving: they get the time that the program would have had.
     untouched, terminate = (0.0, LEFTOVER_SECONDS) if ladder is None else ladder.patience(model.now.monotonic)
     model = replace(model, attempt=attempt)
-    return emit(model, ClearLeftovers(untouched_seconds=untouched, terminate_seconds=terminate))
+    saved = None if model.settings is not None else model.progress.reported
+    return emit(model, ClearLeftovers(untouched_seconds=untouched, terminate_seconds=terminate, saved=saved))
 
 
 def leftovers_found(model: Model, event: LeftoversFound) -> Model:
@@ -46,14 +47,17 @@ def leftovers_cleared(model: Model, event: LeftoversCleared) -> Model:
     if attempt is None or attempt.stage is not AttemptStage.CLEARING:
         return model
     model = warn(replace(model, states=event.states, alive=False, trainer_pid=None), "stop", None)
-    if model.grip is not None and model.grip.profile is not None and event.states.program is not None:
-        model = replace(model, saved_by_program=event.states.program)
+    newest, gone = event.states.program, _gone(event)
+    if newest is not None and (gone is not None or (model.grip is not None and model.grip.profile is not None)):
+        model = replace(model, saved_by_program=newest)
     progress, status = model.progress, attempt.exit_status
+    lost = None if gone is None else explain.gone(gone, model.update, newest)
+    external = model.settings is None
     phase, reason, diagnosis = explain.outcome(
-        event.log, progress.end, status, model.phase, external=model.settings is None, end_rank=progress.end_rank
+        event.log, progress.end, status, model.phase, external=external, end_rank=progress.end_rank, lost=lost
     )
-    if phase is Phase.STOPPED and model.phase is Phase.STOPPING and (lost := lost_by_stop(model)) is not None:
-        reason = f"{reason}; {lost}"
+    if phase is Phase.STOPPED and model.phase is Phase.STOPPING and (unsaved := lost_by_stop(model)) is not None:
+        reason = f"{reason}; {unsaved}"
     if model.stalled is not None and model.pending is None and phase in (Phase.STOPPED, Phase.FINISHED):
         phase, reason = Phase.FAILED, f"stood still after: {model.stalled}"
     if phase is Phase.FINISHED and (why := verification.without_training(model)) is not None:
@@ -89,6 +93,16 @@ def lost_by_stop(model: Model) -> str | None:
     if model.settings is None or model.progress.end is not None:
         return None
     return explain.lost(model.update, model.checkpoint)
+
+
+def _gone(event: LeftoversCleared) -> Checkpoint | None:
+    """The newest checkpoint that the program has reported, if it is not there any more and none
+    replaces it."""
+    saved, newest = event.saved, event.states.program
+    if saved is None or saved.complete:
+        return None
+    replaced = newest is not None and newest.complete and (newest.updates or 0) >= (saved.updates or 0)
+    return None if replaced else saved
 
 
 def _with_leftovers(model: Model, event: LeftoversCleared) -> AttemptVerdict:

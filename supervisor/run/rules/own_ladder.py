@@ -9,7 +9,7 @@ from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.recovery.peak_line import PeakLine, line_through
 from memtop.supervisor.recovery.policy import Candidate
 from memtop.supervisor.recovery.values import Remedy
-from memtop.supervisor.run.grip import Grip, shape_key, why_not_continued
+from memtop.supervisor.run.grip import Grip, no_checkpoint, shape_key, why_not_continued
 from memtop.supervisor.run.model import Model
 
 
@@ -47,8 +47,7 @@ def without_checkpoint(model: Model, grip: Grip) -> str | None:
     found = model.states.program
     if found is not None and found.complete:
         return None
-    why = f" ({found.problem})" if found is not None and found.problem else ""
-    return f"there is no complete checkpoint of this run in {grip.place}{why}"
+    return no_checkpoint(grip, found)
 
 
 def _smaller(model: Model, grip: Grip, diagnosis: Diagnosis, measured: MemoryRoom) -> Remedy | None:

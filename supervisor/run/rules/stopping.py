@@ -139,15 +139,16 @@ def _goes_on(model: Model, problem: str) -> Model:
 
 
 def tick(model: Model, saving: str | None = None) -> Model:
-    """Send the signal that is due; the first one not while the program saves this file (empty: that
-    is being looked up). Continue what SIGSTOP or Ctrl-Z has stopped: at the beginning, with each
-    signal but SIGKILL, and when the program or a rank is stopped between two signals.
+    """Send the signal that is due; the first one not while the program saves, by its report or by
+    this file (empty: that is being looked up). Continue what SIGSTOP or Ctrl-Z has stopped: at the
+    beginning, with each signal but SIGKILL, and when the program or a rank is stopped between two
+    signals.
 
     A process that is stopped handles neither a request nor a signal until it continues.
     """
     ladder = model.ladder
     assert ladder is not None
-    if saving is not None and ladder.waits_for_save(model.now.monotonic):
+    if ladder.waits_for_save(model.now.monotonic) and (saving is not None or _says_that_it_saves(model)):
         return _wait_for_save(model, ladder, saving)
     stopped, before = frozenset(model.stopped), ladder.continued
     ladder, rung = ladder.next(model.now.monotonic)
@@ -165,11 +166,23 @@ def tick(model: Model, saving: str | None = None) -> Model:
     return model if text is None else emit(replace(model, ladder=ladder), TypeAnswer(text))
 
 
-def _wait_for_save(model: Model, ladder: stop_ladder.StopLadder, saving: str) -> Model:
+def _says_that_it_saves(model: Model) -> bool:
+    """Whether the program has reported that it begins to save, and not that it has done so. It may
+    hang then: it is not waited for much longer than its newest save took."""
+    progress = model.progress
+    if progress.phase != "save" or progress.last_heard is None:
+        return False
+    return model.now.monotonic - progress.last_heard < model.waits.saving + 2 * (progress.save_seconds or 0.0)
+
+
+def _wait_for_save(model: Model, ladder: stop_ladder.StopLadder, saving: str | None) -> Model:
     """Say once what the stop waits for."""
-    if ladder.told or not saving:
+    if ladder.told or saving == "":
         return model
-    words = f"the program is saving {saving}: {ladder.rungs[0].name} follows when it has saved"
+    name = ladder.rungs[0].name
+    words = f"the program is saving: {name} follows when it has saved"
+    if saving is not None:
+        words = f"the program is saving {saving}: {name} follows when it has saved"
     stops = [waiter for waiter in model.waiters if waiter.purpose == "stop"]
     model = replace(model, ladder=replace(ladder, told=True))
     return note(_tell(model, stops, Outcome.ACCEPTED, words), "stop", words)

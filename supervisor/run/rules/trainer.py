@@ -21,12 +21,13 @@ from memtop.supervisor.run.grip import (
     done_after_stop,
     knobs_of,
     length_with,
+    no_checkpoint,
     only_knobs,
     values_of,
     why_not_continued,
 )
 from memtop.supervisor.run.model import Model, emit, note
-from memtop.supervisor.run.reports import Plan, TrainerFound
+from memtop.supervisor.run.reports import Plan, Saved, TrainerFound
 from memtop.supervisor.wire import Change, Checkpoint, Phase, saves_when_stopped
 
 
@@ -44,7 +45,7 @@ def knobs_after(model: Model, change: Change) -> dict[str, str]:
         raise UsageError(_unknown(model))
     values_of(wanted, model.grip)  # refuses what is not possible
     _check_length(model, change, {**knobs, **wanted})
-    if not is_lost and (why := why_not_continued(model.grip)) is not None:
+    if not is_lost and (why := why_not_continued(model.grip) or _unusable(model, model.grip)) is not None:
         raise UsageError(f"{why}; `--set {POSITION}=lost` restarts it nevertheless")
     return {**knobs, **wanted}
 
@@ -85,7 +86,18 @@ def _saved_after(model: Model, saved: Checkpoint) -> int | None:
 
 def _begins_again(model: Model) -> bool:
     """Whether a restart would throw away what the program has trained."""
-    return model.grip is not None and bool(model.update) and why_not_continued(model.grip) is not None
+    if model.grip is None:
+        return False
+    return (bool(model.update) and why_not_continued(model.grip) is not None) or _unusable(model, model.grip) is not None
+
+
+def _unusable(model: Model, grip: Grip) -> str | None:
+    """Why a program with a profile, which has ended, cannot resume though it has saved; None if it
+    can, or has saved nothing."""
+    found = model.states.program
+    if grip.profile is None or model.alive or found is None or found.complete:
+        return None
+    return f"this program would begin from zero: {no_checkpoint(grip, found)}"
 
 
 def _position_given(change: Change) -> bool:
@@ -126,6 +138,15 @@ def found(model: Model, report: TrainerFound, *, replayed: bool) -> Model:
     if grip == known:
         return model
     model = replace(model, grip=grip)
+    return model if replayed else emit(model, SaveState())
+
+
+def saved(model: Model, report: Saved, *, replayed: bool) -> Model:
+    """The agent has seen where a program with a profile saves."""
+    grip = model.grip
+    if grip is None or grip.profile is None or report.path is None or (after := grip.with_seen_at(report.path)) is grip:
+        return model
+    model = replace(model, grip=after)
     return model if replayed else emit(model, SaveState())
 
 
