@@ -40,7 +40,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import msgspec
 
@@ -60,7 +62,8 @@ from bench.published import (
     xmem_training,
 )
 from bench.trainings import GIB, KINDS, Compared, drawn, drawn_deep
-from memtop.presets import Settings
+from memtop.presets import Settings, sequence
+from memtop.presets.allocator import Allocator
 from memtop.presets.choosing import CONTEXT_BYTES
 from memtop.presets.estimate import estimate
 from memtop.presets.schema import Lora, Zero
@@ -131,6 +134,35 @@ SPEEDS: tuple[tuple[str, Any, int, dict[str, Any]], ...] = (
 """Model, method, the GPU's memory in GiB, and settings."""
 
 
+def _least_work(run: Callable[[], object]) -> dict[str, float]:
+    """How often an estimate allocates and releases, and how long it takes to add up these sizes
+    alone, without looking for places: no estimate in Python takes less."""
+    events: list[tuple[int, int]] = []
+
+    class Recording(Allocator):
+        def allocate(self, key: int, size: int, stream: int = 0) -> None:
+            events.append((key, size))
+            super().allocate(key, size, stream)
+
+        def release(self, key: int) -> None:
+            events.append((key, 0))
+            super().release(key)
+
+    with mock.patch.object(sequence, "Allocator", Recording):
+        run()
+    sizes: dict[int, int] = {}
+    now = most = 0
+    began = time.process_time()
+    for key, size in events:
+        if size:
+            sizes[key] = size
+            now += size
+        else:
+            now -= sizes.pop(key, 0)
+        most = max(most, now)
+    return {"allocator_calls": len(events), "sum_milliseconds": round(1000 * (time.process_time() - began), 2)}
+
+
 def speed_rows(only: str) -> list[dict[str, Any]]:
     """The processor time in which the built-in trainer's own step is foreseen, after imports."""
     rows: list[dict[str, Any]] = []
@@ -157,14 +189,16 @@ def speed_rows(only: str) -> list[dict[str, Any]]:
         found = foresee(needing_most(training_of(settings, generation=90, capacity=gib * GIB)))
         took, walked = time.process_time() - began, time.perf_counter() - walked
         began = time.process_time()
+        estimated = partial(estimate, settings, CONFIGS[model], generation=90, capacity=gib * GIB)
         for _ in range(10):
-            rough = estimate(settings, CONFIGS[model], generation=90, capacity=gib * GIB)
+            rough = estimated()
         rows.append(
             {
                 "name": name,
                 "processor_seconds": round(took, 2),
                 "seconds": round(walked, 2),
                 "estimate_milliseconds": round(100 * (time.process_time() - began), 2),
+                **_least_work(estimated),
                 "fits": found.fits,
                 "allocated_gib": round(found.allocated / GIB, 3),
                 "reserved_gib": round(found.reserved / GIB, 3),

@@ -127,8 +127,15 @@ def of_size(gib: float, *, taken: float = 0.0, count: int = 1) -> MachineSnapsho
     return MachineSnapshot(time=0.0, gpus=tuple(replace(gpu, total_bytes=int(gib * GIB)) for gpu in gpus))
 
 
-@pytest.mark.parametrize("recipe", ["pretrain-causal", "pretrain-t5"])
-@pytest.mark.parametrize("gpus", [None, ["0", "1"]])
+@pytest.mark.parametrize(
+    ("recipe", "gpus"),
+    [
+        ("pretrain-causal", None),
+        ("pretrain-t5", ["0", "1"]),
+        pytest.param("pretrain-t5", None, marks=pytest.mark.long),
+        pytest.param("pretrain-causal", ["0", "1"], marks=pytest.mark.long),
+    ],
+)
 def test_a_launch_and_a_plan_say_of_the_chosen_preset_what_chose_it(
     data: Change, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: str, gpus: list[str] | None
 ) -> None:

@@ -108,14 +108,17 @@ CASES = [
     (Zero(stage=3, offload_optimizer=True, offload_parameters=True), "bf16", {"accumulation": 2}),
     (Zero(stage=3), "bf16", {"method": "lora", "lora": Lora(r=8, alpha=16), "gradient_checkpointing": True}),
 ]
+USUAL = [CASES[number] for number in (0, 2, 3, 5, 6, 9, 10)]
+"""Those of `make test`."""
 
 
 @pytest.mark.parametrize(
     ("world", "stage", "precision", "changes"),
     [
-        *((2, *case) for case in CASES),
+        *(pytest.param(2, *case, marks=[] if case in USUAL else pytest.mark.long) for case in CASES),
         (1, *CASES[-2]),
-        *((2, Zero(stage=3), "bf16", adapted) for adapted in ADAPTED_EXPERTS),
+        (2, Zero(stage=3), "bf16", ADAPTED_EXPERTS[0]),
+        pytest.param(2, Zero(stage=3), "bf16", ADAPTED_EXPERTS[1], marks=pytest.mark.long),
         *(pytest.param(1, *case, marks=pytest.mark.long) for case in CASES if case is not CASES[-2]),
     ],
     ids=str,

@@ -136,13 +136,17 @@ SHARDED = {"world_size": 4, "precision": "bf16"}
             {"zero": Zero(stage=3), "method": "lora", "lora": replace(ALL, targets=("all-linear",)), "model": {"path": "read"}},
         ),
         # All gradients are looked at for infinite ones.
-        ("SmolLM2-135M", FULL | {"zero": Zero(stage=3), "precision": "fp16", "batch": 1}),
+        pytest.param("SmolLM2-135M", FULL | {"zero": Zero(stage=3), "precision": "fp16", "batch": 1}, marks=pytest.mark.long),
         # The encoder's result, and what a checkpoint computes last, are released.
         (
             "Flan-T5-small",
             FULL | {"precision": "fp16", "gradient_checkpointing": True, "batch": 16, "task": "seq2seq", "zero": Zero(stage=2)},
         ),
-        ("T5-small", FULL | {"precision": "fp32", "accumulation": 4, "batch": 16, "task": "seq2seq", "zero": Zero(stage=1)}),
+        pytest.param(
+            "T5-small",
+            FULL | {"precision": "fp32", "accumulation": 4, "batch": 16, "task": "seq2seq", "zero": Zero(stage=1)},
+            marks=pytest.mark.long,
+        ),
         # The module that calls another one holds what it gives it.
         (
             "Llama-3.2-1B",
@@ -201,7 +205,7 @@ def test_the_backward_pass_of_few_layers_takes_what_the_dry_run_says(config: dic
     [
         (80, FULL),
         (75, {"method": "qlora", "lora": ALL, "gradient_checkpointing": True, "precision": "fp16"}),
-        (86, {"method": "full", "precision": "fp32", "gradient_checkpointing": True}),
+        pytest.param(86, {"method": "full", "precision": "fp32", "gradient_checkpointing": True}, marks=pytest.mark.long),
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
