@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,13 @@ max_bytes = 300000
 
 
 @pytest.fixture
-def cramped(runs: Runs, small_disk: Path) -> Runs:
+def cramped(runs: Runs, small_disk: Path) -> Iterator[Runs]:
     """Runs whose folder lies on the small disk."""
     runs.path = small_disk / "runs"
     runs.environment["MEMTOP_RUNS_DIR"] = str(runs.path)
     (runs.root / "memtop.toml").write_text(RECIPE)
-    return runs
+    yield runs
+    runs.end_everything()  # while their folder can be seen
 
 
 def fill(disk: Path) -> None:

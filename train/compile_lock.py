@@ -40,11 +40,11 @@ def without_compiler() -> Iterator[None]:
     """
     import torch
 
-    def unchanged(function: Any = None, **_: Any) -> Any:
-        return function if function is not None else unchanged
+    def unchanged(model: Any = None, **_: Any) -> Any:
+        return model if model is not None else unchanged
 
     before = torch.compile
-    torch.compile = unchanged  # type: ignore[assignment]
+    torch.compile = unchanged
     try:
         yield
     finally:

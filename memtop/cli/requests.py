@@ -3,6 +3,7 @@ the order of the runs that wait: `memtop next`."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -40,7 +41,7 @@ from memtop.supervisor.recovery.forecast import Forecaster, forecaster_of, fores
 from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run import client, explain, starting
 from memtop.supervisor.run.grip import consequences, knobs_of
-from memtop.supervisor.run.processes.environment import different, keep_environment, kept_environment, missing_here
+from memtop.supervisor.run.processes.environment import different, kept_environment, missing_here, moved_environment
 from memtop.supervisor.run.queue import begin_next
 from memtop.supervisor.run.record import checkpoints, grip_checkpoints
 from memtop.supervisor.run.record.configurations import before_the_present, same_configuration
@@ -181,22 +182,23 @@ def restart(
         values["python"] = python_for(f"run {folder.name}: the built-in trainer", values["python"], "--set python").path
     chosen = None if gpus is None else _chosen_gpus(folder, gpus, values.get("device"))
     change = Change(preset=preset, assignments=values, gpus=chosen, max_updates=max_updates)
-    if move:
-        _move_here(folder)
     if not live:
-        return restart_with(folder, change, headless=headless, detach=detach)
+        with _moved_here(folder) if move else contextlib.nullcontext():
+            return restart_with(folder, change, headless=headless, detach=detach)
     plan = planned(folder, change)
     answered = ask(folder, lambda number: Edit(id=number, change=change))
     say_peak(plan)
     return answered
 
 
-def _move_here(folder: RunFolder) -> None:
-    """Let the run keep the environment of this shell instead. RefusedError while its program, or a
-    supervisor that would give it the former one, lives."""
+@contextlib.contextmanager
+def _moved_here(folder: RunFolder) -> Iterator[None]:
+    """Let the run keep the environment of this shell instead, unless its restart is refused.
+    RefusedError while its program, or a supervisor that would give it the former one, lives."""
     starting.let_leave(folder)
     refuse_living(folder)
-    keep_environment(folder, os.environ)
+    with moved_environment(folder, os.environ):
+        yield
 
 
 def _chosen_gpus(folder: RunFolder, text: str, device: str | None) -> str:

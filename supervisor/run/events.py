@@ -222,7 +222,8 @@ class LeftoversCleared(msgspec.Struct, frozen=True, kw_only=True, tag="leftovers
     log: LogEnd
     states: States
     saved: Checkpoint | None = None
-    """The newest checkpoint that the user's own program has reported, as it is on the disk now."""
+    """The newest checkpoint that the user's own program has reported, if it is not there any
+    more."""
 
 
 class Examined(msgspec.Struct, frozen=True, kw_only=True, tag="examined"):

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from memtop.supervisor.errors import NotRunningError, RunFolderError
+from memtop.supervisor.errors import NotRunningError, RefusedError, RunFolderError
 from memtop.supervisor.monitor.processes.proc import identify, is_alive
 from memtop.supervisor.monitor.processes.table import run_processes
 from memtop.supervisor.run.client import AsyncRunClient, ask
+from memtop.supervisor.run.processes.environment import moved_environment
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run, find_run, move_aside
 from memtop.supervisor.run.starting import let_leave
 from memtop.supervisor.run.view import read_state
@@ -380,6 +381,11 @@ def test_a_run_keeps_the_environment_of_its_first_start(runs: Runs) -> None:
     kept = folder.path / "environment.json"
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     assert '"t1"' not in kept.read_text()
+    before = kept.read_bytes()
+    with contextlib.suppress(RefusedError), moved_environment(folder, {"COLOUR": "black"}):
+        assert b"black" in kept.read_bytes()
+        raise RefusedError("the restart is refused")
+    assert kept.read_bytes() == before
 
 
 def test_a_program_that_runs_keeps_its_environment(runs: Runs) -> None:

@@ -294,6 +294,8 @@ compiled = []
 torch.compile = compiled.append
 with without_compiler():
     import bitsandbytes, peft
+    function = len
+    assert torch.compile(function) is torch.compile(model=function) is torch.compile(dynamic=True)(function) is function
 torch.compile("after")
 print(json.dumps(compiled))
 """

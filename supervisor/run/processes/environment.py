@@ -6,13 +6,14 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from memtop.presets.schema import Settings
+from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.interpreters import TRAINER_PATH, is_own
 from memtop.supervisor.monitor.cgroup import CgroupReader
 from memtop.supervisor.monitor.processes.proc import RUN_ID_VARIABLE
@@ -60,24 +61,37 @@ _KEPT_FILE = "environment.json"
 _OF_SESSION = frozenset(
     {
         *("TERM", "COLUMNS", "LINES", "STY", "DISPLAY", "WAYLAND_DISPLAY", "XAUTHORITY"),
-        *("XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS", "KRB5CCNAME", "TMPDIR"),
+        *("XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS", "KRB5CCNAME", "TMPDIR", "GPG_TTY", "WINDOWID"),
+        *("JOURNAL_STREAM", "INVOCATION_ID", "HOSTNAME", "JOB_ID", "PE_HOSTFILE"),
     }
 )
-_OF_SESSION_START = ("MEMTOP_", "SSH_", "SLURM_", "TMUX", "XDG_SESSION_")
-_JOB = "SLURM_JOB_ID"
+_OF_SESSION_START = (
+    *("MEMTOP_", "SSH_", "TMUX", "XDG_SESSION_", "VSCODE_", "KUBERNETES_"),
+    *("SLURM_", "PBS_", "LSB_", "LSF_", "SGE_", "FLUX_", "PMI", "OMPI_"),
+)
+_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
+"""Of Slurm, PBS, LSF and Grid Engine."""
 _GPUS_OF_JOB = frozenset({"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"})
 _OF_SHELL = frozenset({"_", "PWD", "OLDPWD", "SHLVL"})
 _SHOWN = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "OMP_NUM_THREADS", "WORLD_SIZE")
 """Variables whose values are printed. Others may be secrets."""
 _MOST_NAMES = 12
-_SECRET = re.compile(r"TOKEN(?!S|IZ)|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|PWD|DSN|CREDENTIAL|AUTH|(^|_)PASS(_|$)")
+_SECRET = re.compile(
+    r"TOKEN(?!IZ)|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|PWD|DSN|CRED|AUTH|JWT|COOKIE|WEBHOOK|HEADERS|CONNECTION_STRING"
+    r"|(^|_)PASS(_|$)|(?<!BY)PASS$|(^|_)PAT(_|$)"
+)
 # scheme://user:password@host, and a token in the user's place.
-_WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^\s@]+@", re.IGNORECASE)
+_WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^\s@]+@|\bbearer |[?&;](sig|accountkey|sharedaccesskey)=", re.IGNORECASE)
+_RANDOM = re.compile(r"(?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])[A-Za-z0-9]{24,}")
+"""Letters and digits as a generator of tokens draws them. A UUID has hyphens between fewer."""
 
 
 def is_secret(name: str, value: str = "") -> bool:
     """Whether a variable looks like a secret, by its name or by the form of its value."""
-    return _WITH_PASSWORD.search(value) is not None or (name not in _OF_SHELL and _SECRET.search(name.upper()) is not None)
+    if _WITH_PASSWORD.search(value) or _RANDOM.search(value):
+        return True
+    is_count = name.upper().endswith("TOKENS") and value.isdecimal()
+    return name not in _OF_SHELL and not is_count and _SECRET.search(name.upper()) is not None
 
 
 class _Kept(msgspec.Struct, frozen=True):
@@ -90,10 +104,26 @@ class _Kept(msgspec.Struct, frozen=True):
 
 def keep_environment(folder: RunFolder, environment: Mapping[str, str]) -> None:
     """Later attempts of the run get this environment. RunFolderError if it cannot be written."""
-    found = {name: value for name, value in outside_any_run(environment).items() if name == _JOB or not _is_of_session(name)}
+    found = {name: value for name, value in outside_any_run(environment).items() if name in _JOBS or not _is_of_session(name)}
     variables = {name: value for name, value in found.items() if not is_secret(name, value) and _is_utf8(name + value)}
     kept = _Kept(variables, tuple(name for name in found if name not in variables and _is_utf8(name)))
     write_json(folder.path / _KEPT_FILE, kept, mode=0o600)
+
+
+@contextlib.contextmanager
+def moved_environment(folder: RunFolder, environment: Mapping[str, str]) -> Iterator[None]:
+    """Later attempts of the run get this environment, unless what follows is refused."""
+    former = _kept(folder)
+    keep_environment(folder, environment)
+    try:
+        yield
+    except MemtopError:
+        path = folder.path / _KEPT_FILE
+        if former is None:
+            path.unlink()
+        else:
+            write_json(path, former, mode=0o600)
+        raise
 
 
 def kept_environment(folder: RunFolder, here: Mapping[str, str]) -> dict[str, str]:
@@ -102,7 +132,7 @@ def kept_environment(folder: RunFolder, here: Mapping[str, str]) -> dict[str, st
     here, kept = outside_any_run(here), _kept(folder)
     if kept is None:
         return here
-    moved = here.get(_JOB) not in (None, kept.variables.get(_JOB))
+    moved = _job(here) not in (None, _job(kept.variables))
     of_job = _GPUS_OF_JOB if moved else frozenset()
 
     def is_of_here(name: str, value: str) -> bool:
@@ -137,6 +167,10 @@ def different(environment: Mapping[str, str], here: Mapping[str, str]) -> str:
 def _kept(folder: RunFolder) -> _Kept | None:
     path = folder.path / _KEPT_FILE
     return read_json(path, _Kept, own=True) if os.path.lexists(path) else None
+
+
+def _job(environment: Mapping[str, str]) -> str | None:
+    return next((environment[name] for name in _JOBS if name in environment), None)
 
 
 def _is_of_session(name: str) -> bool:
