@@ -134,7 +134,7 @@ def test_a_program_that_does_not_end_stays_and_nothing_is_started(strangers: Str
     assert not runs.path.exists()
 
 
-@pytest.mark.parametrize(("name", "says"), [("a b", "use letters"), ("latest", "choose another name")])
+@pytest.mark.parametrize(("name", "says"), [("a b", "begin with a letter or a digit"), ("latest", "choose another name")])
 def test_a_run_that_cannot_be_created_is_refused_before_the_program_is_ended(
     name: str, says: str, strangers: Strangers, runs: Runs
 ) -> None:

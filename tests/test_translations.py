@@ -8,6 +8,7 @@ is one that was not translated.
 from __future__ import annotations
 
 import ast
+import html
 import json
 import re
 import sys
@@ -400,10 +401,7 @@ def test_runs_are_shown_in_chinese(runs: Runs) -> None:
     ):
         shown.append(runs.memtop(*command, "--lang", "zh"))
     lines = [
-        line
-        for one in shown
-        for line in (one.stdout + one.stderr).replace("&gt;", ">").splitlines()
-        if not SHOWN_AS_IT_IS.search(line)
+        line for one in shown for line in html.unescape(one.stdout + one.stderr).splitlines() if not SHOWN_AS_IT_IS.search(line)
     ]
     assert len(lines) > 80
     named = {*"aofps", "sh", "oom.py", "first-run", "python", *COMMANDS}

@@ -353,6 +353,12 @@ def test_the_checkpoint_of_a_stop_stays_though_another_is_the_best_and_only_one_
     assert (runs.root / "after").read_text() == "1"
 
 
+def done_again(reached: int, saved: int) -> str:
+    one = reached - saved == 1
+    since = f"since the last saved state (at update {saved})"
+    return f"{reached - saved} {'update' if one else 'updates'} {since} {'is' if one else 'are'} done again"
+
+
 def test_what_a_stop_has_saved_and_the_program_then_deletes_is_not_called_saved(runs: Runs) -> None:
     (runs.root / "mine.py").write_text(SCRIPT + LIMITED)
     (runs.root / "deletes").touch()
@@ -360,15 +366,12 @@ def test_what_a_stop_has_saved_and_the_program_then_deletes_is_not_called_saved(
     runs.wait("own", lambda run: (run["updates"] or 0) > 9)
     runs.memtop("restart", "own", "--detach")
     before, present = runs.wait("own", lambda run: len(run["attempts"]) == 2)["attempts"]
-    again = f"{before['updates'] - present['start_updates']} updates since the last saved state"
-    assert runs.events("own", "attempt")[-1].message.endswith(
-        f"; {again} (at update {present['start_updates']}) are done again"
-    )
+    again = done_again(before["updates"], present["start_updates"])
+    assert runs.events("own", "attempt")[-1].message.endswith(f"; {again}")
     runs.wait("own", lambda run: (run["updates"] or 0) > before["updates"] + 4)
     runs.memtop("stop", "own")
     run = runs.show("own")
     path = runs.root / "out" / f"checkpoint-{run['updates']}"
-    again = f"{run['updates'] - present['start_updates']} updates since the last saved state"
-    words = f"stopped as requested, but the checkpoint is gone: {path}; {again} (at update {present['start_updates']})"
-    assert run["reason"] == f"{words} are done again"
+    again = done_again(run["updates"], present["start_updates"])
+    assert run["reason"] == f"stopped as requested, but the checkpoint is gone: {path}; {again}"
     assert run["checkpoint"]["updates"] == present["start_updates"]
