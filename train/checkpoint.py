@@ -33,6 +33,8 @@ from memtop.train.state_files import (
     ShardReader,
     ShardWriter,
     Stored,
+    UnreadStateError,
+    is_folder,
     leftovers,
     link_or_copy,
     newest_complete,
@@ -181,6 +183,7 @@ def take_newest(state_dir: Path) -> tuple[Manifest, str | None] | None:
     say what was wrong with a newer one, and where it is now.
 
     BrokenStateError if there are states but none is complete. They are marked and stay.
+    UnreadStateError if the newest may be whole. Then no state is moved or marked.
     """
     for kept in (best_state(state_dir), _before_spike(state_dir)):
         _put_back(kept)
@@ -221,9 +224,11 @@ def _mark(folder: Path, problem: str) -> None:
 
 def _put_back(folder: Path) -> None:
     """Finish what a kill between two renames has interrupted."""
-    for leftover in [] if folder.exists() else leftovers(folder):
+    for leftover in [] if is_folder(folder) else leftovers(folder):
         try:
             read_manifest(leftover)
+        except UnreadStateError:
+            raise
         except BrokenStateError:
             continue  # It is only half written.
         leftover.rename(folder)

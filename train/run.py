@@ -39,7 +39,7 @@ from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
 from memtop.train.order import Position
 from memtop.train.packing import use_packing
-from memtop.train.state_files import BrokenStateError, Cut, Manifest, ShardReader
+from memtop.train.state_files import BrokenStateError, Cut, Manifest, ShardReader, UnreadStateError
 from memtop.train.trainer import Trainer
 from memtop.train.zero import ZeroEngine, open_deepspeed
 
@@ -301,6 +301,8 @@ def find_state(state_dir: Path, accelerator: Accelerator, channel: Channel) -> t
     if accelerator.is_main_process:
         try:
             answer = take_newest(state_dir)
+        except UnreadStateError as error:
+            answer = f"{error}; it stays in its place: start again when it can be read, or move its folder aside"
         except BrokenStateError as error:
             answer = (
                 f"{error}; no complete state is left to resume from; move {state_dir.parent} aside or start again with --fresh"

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,7 +50,7 @@ class CheckpointFile(msgspec.Struct, frozen=True):
     sha256: str
 
     def __post_init__(self) -> None:
-        if self.name in ("", "..") or self.name != Path(self.name).name:
+        if self.name in ("", "..") or "\0" in self.name or self.name != Path(self.name).name:
             raise ValueError(f"{self.name!r} is no name of a file")
 
 
@@ -103,6 +104,10 @@ class BrokenStateError(Exception):
     """If no state of a run can be loaded: each of them, with its problem."""
 
 
+class UnreadStateError(BrokenStateError):
+    """A state that may be whole: a file of it cannot be read now."""
+
+
 def in_thread(work: Callable[[], T], name: str) -> Future[T]:
     """Do this in a thread; at once, in this thread, if none can be started.
 
@@ -134,8 +139,8 @@ def describe_file(path: Path) -> CheckpointFile:
     """Name, size and checksum of a file, read in blocks."""
     digest = hashlib.sha256()
     size = 0
-    if not path.is_file():
-        raise OSError(errno.ENOENT, "missing, or not a regular file")
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise FileNotFoundError
     block = memoryview(bytearray(_BLOCK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(block):
@@ -145,13 +150,14 @@ def describe_file(path: Path) -> CheckpointFile:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest, after checking all files that it names; BrokenStateError for a wrong one.
+    """The manifest, after checking all files that it names; BrokenStateError for a wrong one,
+    UnreadStateError for one that nobody can judge now.
 
     Each core checks files, because a checksum is slower than a read.
     """
     manifest = _decode(folder / MANIFEST_NAME)
     waiting = deque(manifest.files)
-    problems: list[str] = []
+    problems: list[BrokenStateError] = []
 
     def check() -> None:
         while waiting and not problems:
@@ -159,13 +165,16 @@ def read_manifest(folder: Path) -> Manifest:
                 expected = waiting.popleft()
             except IndexError:
                 return  # Another thread took the last one.
+            path = folder / expected.name
             try:
-                found = describe_file(folder / expected.name)
+                found = describe_file(path)
+            except (FileNotFoundError, NotADirectoryError):
+                problems.append(BrokenStateError(f"{path}: missing, or not a regular file"))
             except OSError as error:
-                problems.append(f"{folder / expected.name}: {error.strerror}")
+                problems.append(UnreadStateError(f"{path}: cannot be read: {error.strerror}"))
             else:
                 if found != expected:
-                    problems.append(f"{folder / expected.name}: size or checksum differs from the manifest")
+                    problems.append(BrokenStateError(f"{path}: size or checksum differs from the manifest"))
 
     helpers = min(len(manifest.files), os.cpu_count() or 1) - 1
     others = [in_thread(check, "memtop-check") for _ in range(helpers)]
@@ -173,7 +182,7 @@ def read_manifest(folder: Path) -> Manifest:
     for thread in others:
         thread.result()
     if problems:
-        raise BrokenStateError(problems[0])
+        raise problems[0]
     return manifest
 
 
@@ -182,11 +191,23 @@ def _decode(path: Path) -> Manifest:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
     except FileNotFoundError:
         raise BrokenStateError(f"{path}: missing, so the save was cut short") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, IsADirectoryError, NotADirectoryError) as error:
         raise BrokenStateError(f"{path}: cannot be read: {error}") from None
+    except OSError as error:
+        raise UnreadStateError(f"{path}: cannot be read: {error.strerror}") from None
     if manifest.format != 2:
         raise BrokenStateError(f"{path}: format {manifest.format}, this memtop reads format 2")
     return manifest
+
+
+def is_folder(path: Path) -> bool:
+    """Whether it is there and a folder; UnreadStateError if that cannot be found out now."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise UnreadStateError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def previous_of(state_dir: Path) -> Path:
@@ -217,15 +238,18 @@ def states_of(state_dir: Path) -> list[Path]:
 def newest_complete(state_dir: Path) -> tuple[Path, Manifest, dict[Path, str]] | None:
     """The newest complete state, and newer ones with their problems; None if there is no state.
 
-    BrokenStateError if there are states but none is complete.
+    BrokenStateError if there are states but none is complete; UnreadStateError if one that is newer
+    than all complete ones may be whole.
     """
     problems: dict[Path, str] = {}
     half_written = leftovers(state_dir)
     for folder in states_of(state_dir):
-        if not folder.is_dir():
+        if not is_folder(folder):
             continue
         try:
             return folder, read_manifest(folder), problems
+        except UnreadStateError:
+            raise
         except BrokenStateError as error:
             if folder not in half_written:
                 problems[folder] = str(error)
@@ -242,7 +266,7 @@ def newest_update(state_dir: Path) -> int | None:
         try:
             return _decode(folder / MANIFEST_NAME).updates
         except BrokenStateError:
-            continue  # A resume uses the state before it, too.
+            continue  # A resume does not use it either.
     return None
 
 

@@ -15,9 +15,11 @@ from unittest.mock import ANY
 import msgspec
 import pytest
 import torch
+from accelerate import Accelerator
 
 from memtop.presets import Settings
 from memtop.supervisor.run.record.checkpoints import read_checkpoint
+from memtop.train import BadInputError
 from memtop.train.checkpoint import (
     best_loss,
     best_state,
@@ -29,6 +31,7 @@ from memtop.train.checkpoint import (
 )
 from memtop.train.evaluation import Evaluation, Evaluator
 from memtop.train.export import held_state
+from memtop.train.run import find_state
 from memtop.train.state_files import (
     BrokenStateError,
     ShardReader,
@@ -228,6 +231,35 @@ def test_a_damaged_state_moves_aside_and_is_never_the_previous_one(tmp_path: Pat
     assert not older_states(state)
     with pytest.raises(BrokenStateError):
         read_manifest(tmp_path / "damaged_state")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state-00001.safetensors"])
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES, errno.EMFILE])
+def test_a_state_that_cannot_be_read_for_the_moment_ends_the_start_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, name: str
+) -> None:
+    state = tmp_path / "state"
+    channel = trained(state, edited()).channel
+    before = sorted(tmp_path.rglob("*"))
+    opened = Path.open
+
+    def refuse(path: Path, *arguments: Any, **more: Any) -> Any:
+        if path == state / name:
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, *arguments, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", refuse)
+        with pytest.raises(BadInputError) as refused:
+            find_state(state, Accelerator(cpu=True), channel)
+    assert str(refused.value) == (
+        f"{state / name}: cannot be read: {os.strerror(number)}; it stays in its place: start again when it can be read, "
+        "or move its folder aside"
+    )
+    assert sorted(tmp_path.rglob("*")) == before
+    taken = take_newest(state)
+    assert taken is not None
+    assert (taken[0].updates, taken[1]) == (10, None)
 
 
 def test_a_first_save_that_was_killed_before_its_rename_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

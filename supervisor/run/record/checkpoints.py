@@ -177,8 +177,12 @@ def discard_held(latest: Path) -> None:
 
 
 def discard_before_spike(latest: Path) -> None:
-    """Delete the state that the trainer has kept from before a spike of the loss."""
-    shutil.rmtree(_before_spike(latest), ignore_errors=True)
+    """Delete the state that the trainer has kept from before a spike of the loss, and a former one
+    that a kill has left: the next start would put it back. What the trainer may be writing stays.
+    """
+    kept = _before_spike(latest)
+    for folder in (*latest.parent.glob(f"{kept.name}.tmp-*.former"), kept):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
