@@ -97,6 +97,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: list[CheckpointFile]
 
 
+class _Format(msgspec.Struct):
+    format: int = 2
+
+
 class BrokenStateError(Exception):
     """A state folder that cannot be loaded; the text names the file and the problem."""
 
@@ -105,7 +109,7 @@ class BrokenStateError(Exception):
 
 
 class UnreadStateError(BrokenStateError):
-    """A state that may be whole: a file of it cannot be read now."""
+    """A state that may be whole: a file of it cannot be read now, or it has another format."""
 
 
 def in_thread(work: Callable[[], T], name: str) -> Future[T]:
@@ -188,16 +192,18 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _decode(path: Path) -> Manifest:
     try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        text = path.read_bytes()
+        # The fields of another format may be others.
+        number = msgspec.json.decode(text, type=_Format).format
+        if number != 2:
+            raise UnreadStateError(f"{path}: format {number}, this memtop reads format 2")
+        return msgspec.json.decode(text, type=Manifest)
     except FileNotFoundError:
         raise BrokenStateError(f"{path}: missing, so the save was cut short") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, IsADirectoryError, NotADirectoryError) as error:
         raise BrokenStateError(f"{path}: cannot be read: {error}") from None
     except OSError as error:
         raise UnreadStateError(f"{path}: cannot be read: {error.strerror}") from None
-    if manifest.format != 2:
-        raise BrokenStateError(f"{path}: format {manifest.format}, this memtop reads format 2")
-    return manifest
 
 
 def is_folder(path: Path) -> bool:

@@ -262,6 +262,23 @@ def test_a_state_that_cannot_be_read_for_the_moment_ends_the_start_and_stays(
     assert (taken[0].updates, taken[1]) == (10, None)
 
 
+@pytest.mark.parametrize("older", [True, False])
+def test_a_state_of_another_format_ends_the_start_and_is_neither_moved_nor_marked(tmp_path: Path, older: bool) -> None:
+    state = tmp_path / "state"
+    channel = trained(state, edited()).channel
+    if not older:
+        shutil.rmtree(previous_of(state))
+    (state / "manifest.json").write_text('{"format": 3, "updates": {"whole": 10}}')
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(BadInputError) as refused:
+        find_state(state, Accelerator(cpu=True), channel)
+    assert str(refused.value) == (
+        f"{state}/manifest.json: format 3, this memtop reads format 2; it stays in its place: start again when it can be "
+        "read, or move its folder aside"
+    )
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_first_save_that_was_killed_before_its_rename_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = edited(save_every=100)
     assert killed_at(monkeypatch, 1, lambda: Training(tmp_path / "state", settings).run())
