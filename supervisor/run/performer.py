@@ -419,8 +419,7 @@ class Performer:
         await clear_leftovers(attempt, effect.untouched_seconds, effect.terminate_seconds, self._post)
         # One of them may have been the trainer, whose launcher had ended: its last reports count.
         self._read_reports()
-        is_gone = effect.saved is not None and not os.path.lexists(effect.saved.path)
-        saved = checkpoints.checked(effect.saved) if effect.saved is not None and is_gone else None
+        saved = None if effect.saved is None or os.path.lexists(effect.saved.path) else checkpoints.checked(effect.saved)
         self._post(LeftoversCleared(log=read_log_end(attempt.log_path), states=read_states(self._folder, grip), saved=saved))
 
     async def _examine(self, effect: Examine, model: Model) -> None:
