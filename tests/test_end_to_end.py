@@ -162,12 +162,17 @@ def test_a_preset_switch_keeps_the_run(runs: Runs) -> None:
     assert [row["attempt"] for row in document["metrics"]] == [1] * 10 + [2] * 2
 
 
+def damage(path: Path) -> None:
+    """Change one bit of the file."""
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
 def test_a_damaged_newest_state_is_named_and_the_one_before_it_used(runs: Runs) -> None:
     runs.memtop(*tiny(runs, "--headless", "--name", "a", "--max-updates", "20"))
     weights = runs.path / "a" / "train_latest_state" / "state-00001.safetensors"
-    raw = bytearray(weights.read_bytes())
-    raw[-1] ^= 1
-    weights.write_bytes(raw)
+    damage(weights)
     said = runs.memtop("restart", "a", "--max-updates", "21", "--headless").stderr
     words = f"{weights}: size or checksum differs from the manifest; this state is now damaged_train_latest_state"
     words += "; resuming from the newest complete state, of update 10"
@@ -185,9 +190,7 @@ def test_a_damaged_newest_state_is_named_and_the_one_before_it_used(runs: Runs) 
 def test_a_state_that_could_not_be_loaded_is_not_shown_as_complete(runs: Runs) -> None:
     runs.memtop(*tiny(runs, "--headless", "--name", "a", "--max-updates", "5"))
     weights = runs.path / "a" / "train_latest_state" / "state-00001.safetensors"
-    raw = bytearray(weights.read_bytes())
-    raw[-1] ^= 1
-    weights.write_bytes(raw)
+    damage(weights)
     runs.memtop("restart", "a", "--headless", "--max-updates", "6", status=1)
     shown = runs.memtop("show", "a").stdout
     assert f"checkpoint  incomplete: the trainer found it damaged: {weights}: size or checksum differs" in shown

@@ -154,8 +154,8 @@ def describe_file(path: Path) -> CheckpointFile:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest, after checking all files that it names; BrokenStateError for a wrong one,
-    UnreadStateError for one that nobody can judge now.
+    """The manifest, after checking all files that it names. BrokenStateError if one is damaged;
+    UnreadStateError if one cannot be read now, or if the manifest has another format.
 
     Each core checks files, because a checksum is slower than a read.
     """

@@ -170,7 +170,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     closed: str | None = None
     """Why none of the GPUs accepts another program."""
     warning: str = ""
-    """That it trains on the CPU, which nobody asked for, and why."""
+    """Says that the run trains on the CPU, and why, if the user did not choose the CPU."""
 
 
 class _Device(msgspec.Struct, frozen=True):
@@ -196,8 +196,8 @@ def choose_place(gpus: list[str] | None, device: str | None, run: str | None = N
     """Where a run with these GPUs (None: the person chose none) and this setting `device` trains.
 
     UsageError if its GPUs accept no other program, or if the person asks for a GPU on which the
-    installed torch cannot compute. If nobody asked for one, the run gets the CPU, with a warning.
-    `run`: see `wanted`. `python`: the interpreter that trains; empty: memtop's own.
+    installed torch cannot compute. If the user did not ask for a GPU, the run gets the CPU, with a
+    warning. `run`: see `wanted`. `python`: the interpreter that trains; empty: memtop's own.
     """
     if device == "cpu":
         return Place()

@@ -419,7 +419,7 @@ class Performer:
         await clear_leftovers(attempt, effect.untouched_seconds, effect.terminate_seconds, self._post)
         # One of them may have been the trainer, whose launcher had ended: its last reports count.
         self._read_reports()
-        saved = None if effect.saved is None or os.path.lexists(effect.saved.path) else checkpoints.checked(effect.saved)
+        saved = None if effect.saved is None or os.path.lexists(effect.saved.path) else effect.saved
         self._post(LeftoversCleared(log=read_log_end(attempt.log_path), states=read_states(self._folder, grip), saved=saved))
 
     async def _examine(self, effect: Examine, model: Model) -> None:

@@ -99,7 +99,7 @@ def _gone(event: LeftoversCleared) -> Checkpoint | None:
     """The newest checkpoint that the program has reported, if it is not there any more and none
     replaces it."""
     saved, newest = event.saved, event.states.program
-    if saved is None or saved.complete:
+    if saved is None:
         return None
     replaced = newest is not None and newest.complete and (newest.updates or 0) >= (saved.updates or 0)
     return None if replaced else saved
