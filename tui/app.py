@@ -31,7 +31,7 @@ from memtop.tui import themes
 from memtop.tui.choices import Choices, Saved
 from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.dashboard.screen import DashboardScreen
-from memtop.tui.driver import WakingEvent, counting, forget_output, wait_for_hangup, waiting
+from memtop.tui.driver import WakingEvent, counting, forget_output, suspending, wait_for_hangup, waiting
 from memtop.tui.feed import Feed
 from memtop.tui.filters import AsciiFilter, CleanFilter
 from memtop.tui.filters import wanted as ascii_wanted
@@ -129,7 +129,7 @@ class DashboardApp(App[DashboardResult]):
         self._dashboard.choose("theme", name, self._dashboard.say)
 
     def get_driver_class(self) -> type[Driver]:
-        return counting(waiting(super().get_driver_class()), lambda count: self.pace.sent(count))
+        return counting(suspending(waiting(super().get_driver_class())), lambda count: self.pace.sent(count))
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         return (*super().get_line_filters(), *self._own_filters)

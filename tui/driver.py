@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import select
 import selectors
+import signal
 import time
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator
@@ -69,6 +71,42 @@ def waiting(driver: type[Driver]) -> type[Driver]:
                         self.process_message(event)
 
     return WaitingDriver
+
+
+def suspending(driver: type[Driver]) -> type[Driver]:
+    """The driver; the event loop suspends and resumes it.
+
+    Textual does both inside a signal handler. A handler that interrupts a write deadlocks with it,
+    and a second SIGCONT starts a second thread that reads the terminal.
+    """
+    from textual.drivers.linux_driver import LinuxDriver
+
+    if not issubclass(driver, LinuxDriver):
+        return driver
+
+    class SuspendingDriver(driver):  # type: ignore[misc, valid-type]
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGTSTP, self._suspend)
+            loop.add_signal_handler(signal.SIGCONT, self._resume)
+
+        def _leave_terminal(self) -> None:
+            if self._key_thread is not None and self._key_thread.is_alive():
+                self.suspend_application_mode()
+
+        def _suspend(self) -> None:
+            self._leave_terminal()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        def _resume(self) -> None:
+            # After a SIGSTOP the terminal is as the shell left it.
+            self._leave_terminal()
+            if self._app.is_running:
+                self._must_signal_resume = True
+                self.resume_application_mode()
+
+    return SuspendingDriver
 
 
 def forget_output(driver: Driver | None) -> None:

@@ -3,7 +3,6 @@ closed."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pty
 import resource
@@ -235,24 +234,25 @@ def test_a_dashboard_that_was_suspended_takes_keys_again(tmp_path: Path) -> None
     try:
         terminal.wait_for("ready>")
         terminal.keys(f"{shlex.quote(sys.executable)} -m memtop watch --demo\n")
-        for _ in range(2):
+        for stop in (signal.SIGTSTP, signal.SIGSTOP):
             terminal.wait_for("tiny-llama", "Help")
             below = psutil.Process(terminal.process.pid).children(recursive=True)
             (dashboard,) = (process for process in below if "--demo" in process.cmdline())
             terminal.clear()
-            dashboard.send_signal(signal.SIGTSTP)
+            dashboard.send_signal(stop)
             terminal.wait_for("Stopped", "ready>")
             terminal.clear()
             terminal.keys("fg\n")
-        terminal.wait_for("tiny-llama", "Help")
+            terminal.wait_for("tiny-llama", "Help")
+            terminal.clear()
+            dashboard.send_signal(signal.SIGCONT)
+            terminal.wait_for("tiny-llama", "Help")
         terminal.keys("?")
         terminal.wait_for("Keys and marks")
         terminal.leave("Keys and marks")
-        while dashboard.is_running() and dashboard.status() != psutil.STATUS_ZOMBIE:
-            terminal.keys("q")  # right after an escape it counts as Alt+q
-            with contextlib.suppress(psutil.TimeoutExpired):
-                dashboard.wait(10)
-        terminal.keys("\x15exit\n")
+        terminal.keys("q")
+        terminal.wait_for("ready>")
+        terminal.keys("exit\n")
         assert terminal.wait() == 0
     finally:
         terminal.close()
