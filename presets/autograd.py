@@ -78,8 +78,10 @@ class _Node(msgspec.Struct):
     """Whether the operands' gradient is the result's own."""
     joins: bool = False
     """Whether the results are parts of the operand."""
+    multiplies: bool = False
+    """Whether the gradients are matrix products."""
     gives_views: bool = False
-    """Whether the gradients are views."""
+    """The same, and they are views."""
     computed: int = 0
     """The item in which the gradients are computed, if autograd converts them then."""
 
@@ -170,6 +172,7 @@ class Tape:
         passes: bool = False,
         saves_itself: bool = False,
         second: int = 0,
+        multiplies: bool = False,
         gives_views: bool = False,
         weights_first: bool = False,
         computed: int = 0,
@@ -185,7 +188,17 @@ class Tape:
             found = self.new(count, item)
             self.new(second, 1)
             return found
-        node = _Node(parents, saved, weights, weights_first, hidden, passes, gives_views=gives_views, computed=computed)
+        node = _Node(
+            parents,
+            saved,
+            weights,
+            weights_first,
+            hidden,
+            passes,
+            multiplies=multiplies or gives_views,
+            gives_views=gives_views,
+            computed=computed,
+        )
         self._nodes.append(node)
         if saved:
             self.last_saved = len(self.events)  # before there is a result
@@ -214,20 +227,24 @@ class Tape:
                 continue
             if step.saved and self.looked_back < 0:
                 self.looked_back = len(self.events)
-            found = self._passed_on(step, gradient) if step.passes else self._computed(step)
-            parents, saved, is_weights = step.parents, list(step.saved), bool(step.weights)
+            found, products = (self._passed_on(step, gradient), []) if step.passes else self._computed(step)
+            parents, saved, weights, looks_back = step.parents, list(step.saved), step.weights, bool(step.saved)
+            # A product computes the gradient of its second factor first, and converts it last.
+            order = -1 if step.computed else 1
             step = None
-            if saved:
-                while self.again and saved:
-                    saved.pop()
-                self.looked_back_last = len(self.events)
-            owns = [self._converted(*pair, item) for pair, (*_, item) in zip(found, parents, strict=True)]
+            while self.again and saved:
+                saved.pop()
+            for (_, size), product in zip(weights, products, strict=False):
+                self._gradient_of(size, product)
+            owns = [self._converted(*pair, item) for pair, (*_, item) in zip(found[::order], parents[::order], strict=True)]
             self._release(gradient)
+            if looks_back:
+                self.looked_back_last = len(self.events)
             while saved:
                 saved.pop(0)
-            if is_weights:
+            if weights:
                 self.events.append(GRADIENT)
-            for (parent, *_), own in zip(parents, owns, strict=True):
+            for (parent, *_), own in zip(parents, owns[::order], strict=True):
                 self._accumulate(gradients, parent, own)
 
     def _passed_on(self, step: _Node, gradient: _Gradient) -> list[tuple[_Gradient, list[_Gradient]]]:
@@ -241,29 +258,29 @@ class Tape:
             found.append((own, list[_Gradient]()))
         return found
 
-    def _computed(self, step: _Node) -> list[tuple[_Gradient, list[_Gradient]]]:
-        """The gradients of the operands, each with what exists until it is converted."""
-        found = []
+    def _computed(self, step: _Node) -> tuple[list[tuple[_Gradient, list[_Gradient]]], list[_Gradient]]:
+        """The gradients of the operands, each with what exists until it is converted; and what the
+        gradients of weights are sums of, if there are sums to compute."""
+        found, products = [], list[_Gradient]()
         if step.weights_first:
-            self._gradients_of(step.weights)
-            self.product()
+            products = self._of_weights(step)
         for _, extra, count, item in step.parents:
             passing = [self._make(size) for size in ((extra,) if isinstance(extra, int) else extra) if size]
             item = step.computed or item
             own = self._make(count * item, item)
             own.is_view = step.gives_views
-            if step.gives_views:
+            if step.multiplies:
                 self.product()
             if not step.computed:
                 while passing:
-                    self._drop(passing.pop(0))
+                    self._drop(passing.pop())
             found.append((own, passing))
         hidden = [self._make(size) for size in step.hidden]
         for one in hidden:
             self._drop(one)
         if not step.weights_first:
-            self._gradients_of(step.weights)
-        return found
+            products = self._of_weights(step)
+        return found, products
 
     def _converted(self, gradient: _Gradient, passing: list[_Gradient], item: int) -> _Gradient:
         found = gradient
@@ -274,13 +291,21 @@ class Tape:
             self._drop(one)
         return found
 
-    def _gradients_of(self, weights: Sequence[tuple[int, int]]) -> None:
-        for extra, size in weights:
-            copy = self._make(extra)
-            self.kept += size
-            self.live += size
-            self.began(size, "gradients")
-            self._drop(copy)
+    def _of_weights(self, step: _Node) -> list[_Gradient]:
+        made = [self._make(extra) for extra, _ in step.weights]
+        if step.computed:
+            return made
+        for (_, size), product in zip(step.weights, made, strict=True):
+            self._gradient_of(size, product)
+        if step.weights_first:
+            self.product()
+        return []
+
+    def _gradient_of(self, size: int, product: _Gradient) -> None:
+        self.kept += size
+        self.live += size
+        self.began(size, "gradients")
+        self._drop(product)
 
     def _release(self, gradient: _Gradient) -> None:
         gradient.holders -= 1

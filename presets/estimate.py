@@ -21,8 +21,8 @@ from memtop.presets.layers import Kernel, Layer
 from memtop.presets.losses import Loss
 from memtop.presets.schema import Settings
 from memtop.presets.sequence import NOWHERE, Passes, Phase, Running, Sequence, Stack, Tensors, stack_of
-from memtop.presets.states import Parameter, UnknownMemoryError, WrongValueError, numbers_of
-from memtop.presets.updates import Plain, Unit
+from memtop.presets.states import UnknownMemoryError, WrongValueError, numbers_of
+from memtop.presets.updates import Plain, Unit, outside_parameters
 from memtop.presets.zero import Stage1InBf16, Stages1And2
 from memtop.presets.zero3 import Stage3
 
@@ -118,8 +118,10 @@ class _Places(NamedTuple):
 class _Start(NamedTuple):
     """Bytes of what the model makes before its layers."""
 
-    inputs: list[int]
-    """Of the first layer of each stack."""
+    embedded: list[int]
+    """What the embeddings make, one of the other: the result, scaled, in another precision."""
+    changed: list[int]
+    """What the model makes of that for the first layer of a stack, one of the other."""
     kept: list[int]
     """What lives until the backward pass ends."""
     remade: list[list[int]]
@@ -129,9 +131,6 @@ class _Start(NamedTuple):
     """What lives until the forward pass of the last norm ends."""
     made: list[int]
     """What the layers' backward passes make for it."""
-    leaf: int
-    """Of frozen embeddings, whose gradient makes checkpoints run backward, before a dropout or a
-    factor changes them."""
     held: int
     """What else the loss of an earlier micro-batch still holds."""
 
@@ -163,7 +162,7 @@ class _Run:
         self.holds_inputs = settings.gradient_checkpointing and not self.numbers.full
 
     def estimate(self) -> Estimate:
-        self.tail = self._tail()
+        self.tail = self._tail(scales=self.shape.scaled_output)
         self.stacks = self._stacks()
         targets, names = self.numbers.targets, set[str]().union(*(stack.names for stack in self.stacks))
         if targets and targets != ("all-linear",) and names.isdisjoint(targets):
@@ -241,8 +240,8 @@ class _Run:
         numbers = self.numbers
         return numbers.vectors if numbers.quantized and not numbers.narrow_norms else numbers.compute
 
-    def _tail(self) -> Stack:
-        """The norm after the last layer."""
+    def _tail(self, *, scales: bool = False) -> Stack:
+        """The norm after the last layer, or after the last one of an encoder."""
         shape = self.shape
 
         def run(layer: Layer) -> tuple[int, Tensor]:
@@ -251,7 +250,7 @@ class _Run:
             found = layer.norm(x, shape.hidden, shape.norm)
             if shape.decoder_layers:
                 found = layer.dropout(found, shape.residual_dropout)
-                found = layer.changed(found) if shape.scaled_output else found
+                found = layer.changed(found) if scales else found
             self.normed_item = found.item
             return before, found
 
@@ -272,18 +271,6 @@ class _Run:
         least = self.tokens * self.shape.hidden * self.numbers.compute // 8
         return Layer(self.numbers, self.settings.batch, self.settings.seq_len, least=least, saves=saves)
 
-    def _outside(self) -> list[Parameter]:
-        """The parameters that are neither in a layer nor in the last norm."""
-        shape, item, full = self.shape, self.numbers.weights, self.numbers.full
-        found = [Parameter(shape.vocabulary, shape.hidden, item, full)] * (1 if shape.tied else 2)
-        if shape.positions:
-            found.append(Parameter(shape.positions, shape.hidden, item, full))
-        if shape.buckets:
-            # Of both stacks, and the encoder's last norm.
-            found += [Parameter(shape.buckets, shape.heads, item, full)] * 2
-            found.append(Parameter(shape.hidden, 0, self.numbers.vectors, full))
-        return found
-
     # --- one after the other
 
     def _sequence(self, rank: int) -> Sequence:
@@ -295,7 +282,7 @@ class _Run:
         workspace = 0 if self.generation == CPU else 32 * _MIB if self.generation >= 90 else 8_519_680
         head, width = places.head or places.embeddings, self.tokens * self.shape.hidden
         loss = Loss(settings, self.shape, self.numbers, sequence, item=self.normed_item, capacity=self.capacity)
-        start = self._start(tail)
+        start, encoder = self._start(), self._tail()
         held = list[int]()
         for update in range(2):
             micro_batches = min(settings.accumulation, 1 + update)
@@ -303,30 +290,31 @@ class _Run:
                 sequence.phase("forward")
                 engine.begin_forward()
                 engine.before_forward(places.embeddings)
-                holds = [sequence.begin(start.leaf, "activations") for _ in start.inputs]
-                inputs = [sequence.begin(size, "activations") for size in start.inputs]
+                embedded = sequence.chain(NOWHERE, start.embedded)
                 kept = [sequence.begin(size, "activations") for size in start.kept]
                 for_others = [sequence.begin(size, "activations") for size, *_ in start.remade]
                 added = [sequence.begin(size, "activations") for size in start.added]
                 engine.after_forward(places.embeddings)
                 sequence.calls[PRODUCT] = partial(sequence.begin, 0 if update else workspace, "workspace")
-                source = -1
+                source, beside, holds, encoded = -1, NOWHERE, list[int](), _NOT_RUNNING
                 for part in places.layers:
                     engine.before_forward(part.unit)
                     if part.is_first:
-                        part.before, source = source, inputs.pop(0)
-                    is_leaf = part.is_first and self.holds_inputs and not start.leaf
-                    if is_leaf:
-                        holds.append(source)
-                    source = self._part_forward(sequence, part, source)
-                    if is_leaf:
-                        # The layer does not end it.
-                        part.running = replace(part.running, source=-1)
+                        if source >= 0:
+                            encoded = sequence.forward(encoder.passes, source)
+                            source = encoded.result
+                            sequence.end(beside)
+                            embedded = sequence.chain(NOWHERE, start.embedded)
+                        part.before, beside = source, embedded
+                        source = sequence.chain(NOWHERE, start.changed) if start.changed else beside
+                    source = self._part_forward(sequence, part, source, held=beside)
+                    if part.is_first:
+                        beside = self._beside(part, beside, holds)
                     engine.after_forward(part.unit)
                 engine.before_forward(places.tail)
                 normed = sequence.forward(tail.passes, source)
                 engine.after_forward(places.tail)
-                sequence.end(*added)
+                sequence.end(*added, beside)
                 engine.before_forward(head)
                 # The model keeps what it scales for the head.
                 scaled = sequence.begin(width * self.normed_item if self.shape.scaled_output else 0, "temporary")
@@ -347,9 +335,8 @@ class _Run:
                 sequence.phase("backward")
                 sequence.keeps = engine.keeps_gradients and not number
                 engine.begin_backward(last=number + 1 == micro_batches)
-                engine.before_backward(head)
                 sequence.calls[PRODUCT] = partial(sequence.begin, 0 if update else workspace, "workspace")
-                gradient, of_head = loss.backward()
+                gradient, of_head = loss.backward(partial(engine.before_backward, head))
                 engine.release(head)
                 if places.head is not None:
                     engine.after_backward(head, sequence.moved(of_head))
@@ -358,6 +345,7 @@ class _Run:
                 gradient = sequence.backward(normed, gradient)
                 engine.after_backward(places.tail)
                 summed = [sequence.begin(size, "temporary") for size in start.made]
+                is_view = not loss.in_pieces and numbers.weights == numbers.compute
                 seen = sequence.begin(width * self.normed_item if self.shape.decoder_layers else 0, "temporary")
                 for part in reversed(places.layers):
                     engine.before_backward(part.unit)
@@ -368,21 +356,20 @@ class _Run:
                     gradient = self._part_backward(sequence, part, gradient)
                     engine.after_backward(part.unit)
                     if part.is_first:
-                        if not self.holds_inputs or start.leaf:
-                            gradient = self._of_embeddings(sequence, gradient)
+                        gradient = self._of_embeddings(sequence, gradient, start)
                         if self.holds_inputs:
                             holds.append(gradient)
                             gradient = -1
                     if part.before >= 0:
                         # The decoder's embeddings have their gradient; the encoder's result has a
                         # sum of all layers that have seen it.
-                        sequence.end(gradient)
-                        gradient = seen
+                        of_head, is_view = self._embedded(sequence, of_head, gradient, is_view=is_view), False
+                        gradient = sequence.backward(encoded, seen)
                 sequence.end(*summed)
                 if numbers.full or settings.gradient_checkpointing:
                     engine.before_backward(places.embeddings)
-                is_view = not loss.in_pieces and numbers.weights == numbers.compute
-                engine.after_backward(places.embeddings, self._embedded(sequence, of_head, gradient, is_view=is_view))
+                embedded = self._embedded(sequence, of_head, gradient, is_view=is_view)
+                engine.after_backward(places.embeddings, sequence.moved(embedded))
                 engine.end_backward()
                 sequence.end(*kept)
                 held = [*holds, sequence.begin(start.held, "activations")]
@@ -400,14 +387,27 @@ class _Run:
         kind = Stage3 if zero.stage == 3 else Stage1InBf16 if simple else Stages1And2
         return kind(self.settings, self.numbers, units, self.sequence, rank, self.shape.hidden, self.capacity)
 
-    def _part_forward(self, sequence: Sequence, part: _Part, source: int) -> int:
-        """`source`: the result of the layer before. Returns that of this one."""
+    def _part_forward(self, sequence: Sequence, part: _Part, source: int, *, held: int) -> int:
+        """`source`: the result of the layer before, which the layer ends if it is not `held`.
+        Returns that of this one."""
         stack = part.stack
         passes = stack.passes if part.is_whole else stack.thin
         part.copies = sequence.begin_small(stack.small_copies, "activations")
         part.saved = sequence.begin_small(stack.small_saved, "activations")
-        part.running = sequence.forward(passes, source)
+        part.running = sequence.forward(passes, source, holds_source=source == held)
         return part.running.result
+
+    def _beside(self, part: _Part, embedded: int, holds: list[int]) -> int:
+        """What the embeddings gave to a stack, if the model holds it until the stack's forward pass
+        ends. `part`: its first layer. `holds` gets what lives until the update ends."""
+        is_source = part.running.source == embedded
+        if self.holds_inputs:
+            holds.append(embedded)
+            if is_source:
+                # The layer does not end it.
+                part.running = replace(part.running, source=-1)
+            return NOWHERE
+        return NOWHERE if is_source and not part.running.passes.ends_source else embedded
 
     def _part_backward(self, sequence: Sequence, part: _Part, gradient: int) -> int:
         """`gradient`: of the part's result. Returns that of its input."""
@@ -420,7 +420,7 @@ class _Run:
 
     def _places(self) -> _Places:
         """The model's parts in their order."""
-        outside = self._outside()
+        outside = outside_parameters(self.shape, self.numbers)
         head = None if self.shape.tied else Unit([outside.pop(1)])
         return _Places(Unit(outside), self._parts(), Unit(self.tail.parameters), head)
 
@@ -431,13 +431,12 @@ class _Run:
             return _parts_of(self.stacks * self.shape.layers)
         return _parts_of([self.stacks[0 < window <= self.settings.seq_len] for window in self.shape.windows])
 
-    def _of_embeddings(self, sequence: Sequence, gradient: int) -> int:
-        """The gradient of what the embeddings gave, from that of the first layer's input."""
-        if gradient < 0 or not (self.shape.scaled_embeddings or self.shape.embedding_dropout):
+    def _of_embeddings(self, sequence: Sequence, gradient: int, start: _Start) -> int:
+        """The gradient of the embeddings' result, from that of the first layer's input."""
+        if gradient < 0:
             return gradient
-        changed = sequence.begin(sequence.sizes[gradient], "temporary")
-        sequence.end(gradient)
-        return changed
+        sizes = start.embedded[-1:] if self.shape.embedding_dropout else []
+        return sequence.chain(gradient, sizes if self.holds_inputs else [*sizes, *reversed(start.embedded[:-1])])
 
     def _embedded(self, sequence: Sequence, of_head: int, gradient: int, *, is_view: bool) -> int:
         """The gradient of the embeddings, if it does not stay. If they are tied, it is added to the
@@ -449,43 +448,39 @@ class _Run:
         size = shape.vocabulary * shape.hidden * numbers.weights
         embedded = sequence.begin(size, "temporary")
         sequence.end(gradient)
-        if shape.tied:
+        if of_head >= 0:
             total = sequence.begin(size, "gradients") if is_view else of_head
             sequence.end(*([of_head] if is_view else []), embedded)
             embedded = total
         sequence.uses[embedded] = "gradients"
-        return sequence.moved(embedded)
+        return embedded
 
-    def _start(self, tail: Stack) -> _Start:
+    def _start(self) -> _Start:
         shape, numbers, settings = self.shape, self.numbers, self.settings
         checkpointed = settings.gradient_checkpointing
         item = self.embedded_item
-        stacks, size = 2 if shape.decoder_layers else 1, self.tokens * shape.hidden * item
-        leaf = size if self.holds_inputs and (shape.embedding_dropout or shape.kind == "gemma2") else 0
+        stacks, count = 2 if shape.decoder_layers else 1, self.tokens * shape.hidden
+        embedded = [count * numbers.weights] * (2 if shape.scaled_embeddings else 1)
+        embedded += [count * item] * (item != numbers.weights)
+        changed = [count * item] * (bool(shape.positions) + bool(shape.embedding_dropout))
         kept, added = [16 * self.tokens * stacks], list[int]()
         if shape.embedding_dropout:
-            kept += [self.tokens * shape.hidden] * stacks
-            added += [size] * (0 if leaf else stacks)
+            kept += [count] * stacks
         if not shape.decoder_layers:
             angles = 0 if shape.positions else settings.seq_len * shape.width * numbers.stream
             # Without a kernel, a mask for layers of each of two kinds. Checkpoints keep them.
             masks = [settings.batch * self.square * item] * 2 if shape.kind == "gemma2" else []
             (kept if checkpointed else added).extend(masks)
-            return _Start([size], [*kept, angles, angles], [], added, [], leaf, 0)
+            return _Start(embedded, changed, [*kept, angles, angles], [], added, [], 0)
         scores = shape.heads * self.square
         bias, zeros = scores * numbers.weights, scores * self._query_item
-        # With the encoder's last norm and result, a mask for each sample, and the distances.
-        kept += [
-            *tail.passes.saved_sizes(),
-            tail.small_saved,
-            2 * settings.batch * self.square,
-            *[8 * self.square] * (2 if numbers.full else 0),
-        ]
+        # A mask for each sample, and the distances.
+        kept += [self.tail.small_saved, 2 * settings.batch * self.square, *[8 * self.square] * (2 if numbers.full else 0)]
         made = [bias] if numbers.full else []
         if not checkpointed:
-            return _Start([size] * 2, kept, [], [*added, bias, zeros], made, leaf, 0)
+            return _Start(embedded, changed, kept, [], [*added, bias, zeros], made, 0)
         remade = [[bias], [bias, zeros]]
-        return _Start([size] * 2, [*kept, zeros], remade, added, [*made, zeros], leaf, 2 * zeros)
+        return _Start(embedded, changed, [*kept, zeros], remade, added, [*made, zeros], 2 * zeros)
 
 
 def _parts_of(layers: list[Stack]) -> list[_Part]:

@@ -44,7 +44,7 @@ class Layer(Tape):
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
         item = max(a.item, b.item)
         saved = (b if a.node is not None else None, a if b.node is not None else None)
-        return self._result(a.count, item, ((a, 0, a.item), (b, 0, b.item)), saved, computed=item)
+        return self._result(a.count, item, ((b, 0, b.item), (a, 0, a.item)), saved, computed=item)
 
     def dropout(self, x: Tensor, rate: float) -> Tensor:
         if not rate:
@@ -83,12 +83,13 @@ class Layer(Tape):
         self.parameters.append(Parameter(size, 0, self.numbers.vectors, full))
         return ((0, size * self.numbers.vectors),) if full else ()
 
-    def _scaled(self, x: Tensor, width: int, item: int) -> Tensor:
+    def _scaled(self, x: Tensor, width: int, item: int, *, weights_first: bool = False) -> Tensor:
         """The product with a norm's trained weights."""
         extra = x.count * item
         # The gradient of the weights is a sum over a product of the whole size.
         weights = [(extra, size) for _, size in self._vector(width)]
-        return self._result(x.count, item, ((x, 0, x.item),), (x if weights else None,), weights, computed=item)
+        saved = (x if weights else None,)
+        return self._result(x.count, item, ((x, 0, x.item),), saved, weights, weights_first=weights_first, computed=item)
 
     def norm(self, x: Tensor, width: int, kind: str) -> Tensor:
         """`llama`, `t5` and `gemma` differ in where they go back to 16 bits."""
@@ -96,25 +97,26 @@ class Layer(Tape):
             return self._layer_norm(x, width)
         wide = self.cast(x, 4)
         rows = x.count // width
-        # The square, its mean and the root. The gradients of the mean and of the power take three
-        # more matrices.
-        square = self.new(x.count, 4)
-        root = self._result(rows, 4, ((wide, (4 * x.count,) * 3, 4),), (wide, self.new(2 * rows, 4)))
+        # The gradient of the square takes two more matrices.
+        square = self._result(x.count, 4, ((wide, (4 * x.count,) * 2, 4),), (wide,))
+        root = self._result(rows, 4, ((square, 0, 4),), (self.new(2 * rows, 4),))
         base = x if kind == "t5" else wide
         del wide, square
         # The root's gradient is a sum over a product of the whole size.
-        scaled = self._result(x.count, 4, ((base, 0, base.item), (root, 4 * x.count, 4)), (base, root), computed=4)
+        scaled = self._result(x.count, 4, ((root, 4 * x.count, 4), (base, 0, base.item)), (base, root), computed=4)
         del base, root
         vectors = self.numbers.vectors
         if kind == "gemma":
-            scaled = self._scaled(scaled, width, 4)
+            scaled = self._scaled(scaled, width, 4, weights_first=True)
             found = self.cast(scaled, x.item)
         else:
             item = x.item if kind == "llama" else 2 if vectors == 2 else 4
             narrow = self.cast(scaled, item)
             if kind == "t5":
-                del scaled
+                scaled = narrow
             found = self._scaled(narrow, width, max(item, vectors))
+            del narrow
+        del scaled
         return self.cast(found, 2) if self.numbers.narrow_norms else found
 
     def _layer_norm(self, x: Tensor, width: int) -> Tensor:
@@ -135,7 +137,7 @@ class Layer(Tape):
         if quantized:
             narrow = self.cast(x, compute)
             passing = [self.new(size, compute), self.new(size // 16, 1), self.new(size // 16, 1)]
-            found = self._result(count, compute, ((narrow, (size * item, size // 16, size // 16), compute),))
+            found = self._result(count, compute, ((narrow, (size * item, size // 16, size // 16), compute),), multiplies=True)
             del passing
             found = self.cast(found, x.item)
             del narrow
@@ -193,8 +195,13 @@ class Layer(Tape):
         del low
         scaled = self.changed(high)
         del high
-        found, item = self.add(found, scaled), found.item
+        total, item = self.add(found, scaled), found.item
+        if quantized:
+            found = total
+        # peft names the product of a layer in 4 bits.
         del scaled
+        found = total
+        del total
         return self.cast(found, item)
 
     def rotated(self, x: Tensor, item: int, *, joined: bool = False) -> Tensor:
@@ -308,7 +315,7 @@ class Layer(Tape):
 
     def _softmax(self, x: Tensor) -> Tensor:
         wide = self.cast(x, 4)
-        return self._result(x.count, 4, ((wide, 4 * x.count, 4),), saves_itself=True)
+        return self._result(x.count, 4, ((wide, 0, 4),), hidden=(4 * x.count,), saves_itself=True)
 
     def _math(
         self,
@@ -334,8 +341,9 @@ class Layer(Tape):
             key, value = (self._repeated(one, times) for one in (key, value))
         narrow = self.changed(key)
         other = self.cast(scaled, kind)
-        raw = self._product(other if by_head else self.copied(other), self.cast(narrow, kind), scores)
-        del other, narrow
+        last = self.cast(narrow, kind)
+        raw = self._product(other if by_head else self.copied(other), last, scores)
+        del last, other, narrow
         masked = self._shifted(raw, 4)
         del raw
         shares = self._softmax(masked)
@@ -344,7 +352,7 @@ class Layer(Tape):
         own = self.new(scores, item) if item != 4 else shares
         narrow = self.cast(value, kind)
         found = self.cast(self._product(self.cast(shares, kind), narrow, query.count), item)
-        del narrow, shares, value, key, scaled, mask, wide_value, wide_key, wide_query
+        del narrow, shares, key, value, scaled, mask, wide_value, wide_key, wide_query
         return found, own
 
     def shares_with(self, bias: Tensor, count: int, mask_bytes: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from memtop.presets.architectures import Shape
 from memtop.presets.autograd import PRODUCT
 from memtop.presets.logits import ROWS, tokens_at_once
@@ -26,6 +28,8 @@ class Loss:
         self._head = shape.vocabulary * shape.hidden
         self._states = self._tokens * shape.hidden
         self._is_capped = shape.logit_cap
+        self._is_sharded = settings.zero.stage == 3
+        """Then the head is a layer of DeepSpeed's: the gradient of its weights comes last."""
         self.in_pieces = settings.loss_chunk != 0 and not shape.logit_cap
         self._of_states = self._of_head = NOWHERE
         self._kept: list[int] = []
@@ -103,10 +107,12 @@ class Loss:
         softmax = self._new(size, "logits")
         self._sequence.end(wide, softmax)
 
-    def backward(self) -> tuple[int, int]:
-        """The gradients of the hidden states and of the head's weights."""
+    def backward(self, before_head: Callable[[], object]) -> tuple[int, int]:
+        """The gradients of the hidden states and of the head's weights. `before_head` is called
+        before those of the head are computed."""
         sequence, numbers, compute = self._sequence, self._numbers, self._compute
         if self.in_pieces:
+            before_head()
             found, of_head = self._of_states, self._of_head
             if self._item != 4:
                 found = self._new(self._states * self._item)
@@ -115,15 +121,23 @@ class Loss:
             self._sequence.end(*({self._of_states, self._of_head} - {found, of_head}))
         else:
             logits = self._backward_of_logits()
-            of_head = self._new(self._head * compute if numbers.full else 0, "gradients")
-            if numbers.full:
-                sequence.reach(PRODUCT)
+            before_head()
+            of_head = NOWHERE if self._is_sharded else self._of_weights()
             found = self._new(self._states * compute)
             sequence.reach(PRODUCT)
+            if self._is_sharded:
+                of_head = self._of_weights()
             sequence.end(logits, *self._kept)
             found = self._converted(found, self._states * self._item, self._item != compute)
             of_head = self._converted(of_head, self._head * numbers.weights, numbers.full and numbers.weights != compute)
         return found, of_head
+
+    def _of_weights(self) -> int:
+        if not self._numbers.full:
+            return NOWHERE
+        found = self._new(self._head * self._compute, "gradients")
+        self._sequence.reach(PRODUCT)
+        return found
 
     def _converted(self, key: int, size: int, differs: bool) -> int:
         if not differs:

@@ -121,6 +121,11 @@ class Passes(msgspec.Struct):
         copies = sum(forward.sizes[~event] for event in self.ends)
         return sum(self.saved_sizes()), copies, gradients
 
+    @property
+    def ends_source(self) -> bool:
+        """Whether the forward pass ends what the layer gets."""
+        return self.made_backward is None and any(outside == self.source for _, outside in self.forward)
+
     def saved_sizes(self) -> list[int]:
         """The sizes of what is kept until the backward pass."""
         ends = {~event for event in self.ends}
@@ -296,6 +301,14 @@ class Sequence:
         """Many tensors of at most 1 MiB."""
         return [self.begin(min(MIB, size - start), use) for start in range(0, size, MIB)]
 
+    def chain(self, before: int, sizes: Iterable[int]) -> int:
+        """Tensors of these sizes, each of which ends the one before. Returns the last."""
+        for size in sizes:
+            made = self.begin(size, "activations")
+            self.end(before)
+            before = made
+        return before
+
     def end(self, *keys: int) -> None:
         self.events += [~key for key in keys if key >= 0]
 
@@ -325,11 +338,12 @@ class Sequence:
         self._live += sum(sizes[event] if event >= 0 else -sizes[~event] for event in new)
         return self._live
 
-    def forward(self, passes: Passes, source: int) -> Running:
+    def forward(self, passes: Passes, source: int, *, holds_source: bool = False) -> Running:
+        """`holds_source`: something else holds what the layer gets."""
         base = self._made(passes.made_forward)
         keys = dict.fromkeys(passes.others, NOWHERE)
         checkpointed = passes.made_backward is not None
-        keys[passes.source] = NOWHERE if checkpointed else source
+        keys[passes.source] = NOWHERE if checkpointed or holds_source else source
         self._play(passes.forward, base, keys)
         return Running(passes, base, source, base + passes.result if passes.result >= 0 else NOWHERE)
 

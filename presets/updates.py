@@ -7,6 +7,8 @@ from collections.abc import Sequence as Several
 
 import msgspec
 
+from memtop.presets.allocator import MIB
+from memtop.presets.architectures import Shape
 from memtop.presets.schema import Settings
 from memtop.presets.sequence import NOWHERE, Sequence
 from memtop.presets.states import Numbers, Parameter, optimizer_sizes, ring_bytes, weight_sizes
@@ -37,6 +39,20 @@ class Unit(msgspec.Struct, eq=False):
         others = [one for one in self.parameters if one.item]
         sequence.begin_all((one.numbers * one.item for one in others if not one.trained), "weights")
         return sequence.begin_all((one.numbers * one.item for one in others if one.trained), "weights")
+
+
+def outside_parameters(shape: Shape, numbers: Numbers) -> list[Parameter]:
+    """The parameters that are neither in a layer nor in the last norm: the embeddings' first, then
+    the head's if it has its own."""
+    item, full = numbers.weights, numbers.full
+    found = [Parameter(shape.vocabulary, shape.hidden, item, full)] * (1 if shape.tied else 2)
+    if shape.positions:
+        found.append(Parameter(shape.positions, shape.hidden, item, full))
+    if shape.buckets:
+        # Of both stacks, and the encoder's last norm.
+        found += [Parameter(shape.buckets, shape.heads, item, full)] * 2
+        found.append(Parameter(shape.hidden, 0, numbers.vectors, full))
+    return found
 
 
 class Engine:
@@ -83,17 +99,32 @@ class Plain(Engine):
 
     def step(self) -> None:
         kind, sequence = self._settings.optimizer, self._sequence
-        trained = [one for unit in self._units for one in unit.trained]
         if kind == "adafactor":
-            # The square of a gradient and its sum with a constant; later the change and its
-            # negative.
-            largest = 4 * max(one.numbers for one in trained)
-            first = sequence.begin(largest, "temporary")
-            sequence.pass_through(largest)
-            sequence.end(first)
+            self._adafactor()
         if not self._has_moments:
             self._has_moments = True
             for unit in self._units:
                 sequence.begin_all((size for one in unit.trained for size in optimizer_sizes(kind, one)), "optimizer")
         sequence.end(*reversed(sequence.kept))
         sequence.kept.clear()
+
+    def _adafactor(self) -> None:
+        """What each parameter takes for a moment. Of equal layers, the third takes the places of
+        the second."""
+        sequence, change, copies = self._sequence, NOWHERE, list[int]()
+        units = [unit for n, unit in enumerate(self._units) if n < 2 or unit.parameters is not self._units[n - 2].parameters]
+        for one in (one for unit in units for one in unit.trained):
+            size = 4 * one.numbers
+            is_large = size > MIB
+            sequence.end(*copies)
+            # In 32 bits, of the gradient and the weights.
+            copies = [sequence.begin(size, "temporary") for _ in range(2 if is_large and one.item == 2 else 0)]
+            # The gradient's square, and its sum with a constant. Only then the change of the
+            # parameter before ends.
+            square, total = (sequence.begin(size if is_large else 0, "temporary") for _ in range(2))
+            sequence.end(square, change)
+            change = sequence.begin(size if is_large else 0, "temporary")
+            sequence.end(total)
+            # The negative change.
+            sequence.pass_through(size if is_large else 0)
+        sequence.end(*copies, change)
