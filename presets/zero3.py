@@ -60,6 +60,8 @@ class Stage3(Sharded):
         """How many numbers other steps use before one uses the same weight again."""
         self._later: list[Piece] = []
         """What the backward pass that runs will use."""
+        self._waiting: list[tuple[Unit, int]] = []
+        """A unit with the gradient of its first parameter, both still to be reduced."""
         numbers = itertools.count()
         # Norms and biases are never sharded.
         self._pieces = {
@@ -215,6 +217,15 @@ class Stage3(Sharded):
             self._use(piece)
 
     def after_backward(self, unit: Unit, gradient: int = NOWHERE) -> None:
+        for waiting in self._waiting:
+            self._reduce(*waiting)
+        # The first gradient stays until the next one is there.
+        self._waiting = [(unit, gradient)] if unit is self._units[-1] else []
+        if not self._waiting:
+            self._reduce(unit, gradient)
+        self.release(unit)
+
+    def _reduce(self, unit: Unit, gradient: int) -> None:
         self._sequence.end(gradient)
         if unit.count:
             sequence = self._sequence
@@ -232,7 +243,6 @@ class Stage3(Sharded):
                 sequence.end(on_gpu)
             sequence.end(whole, own)
             sequence.end(*first)
-        self.release(unit)
 
     def release(self, unit: Unit) -> None:
         """Release its weights: the backward pass of the modules that use them has ended."""
