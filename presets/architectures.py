@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from memtop.presets.autograd import Tensor
+from memtop.presets.autograd import BIAS, Tensor
 from memtop.presets.layers import Kernel, Layer
 from memtop.presets.parameters import too_large
 from memtop.presets.states import UnknownMemoryError, WrongValueError
@@ -486,10 +486,10 @@ def _t5_attend(layer: Layer, shape: Shape, x: Tensor, seen: Tensor, kernel: Kern
     query = layer.linear(x, shape.hidden, inner, "q")
     key = layer.linear(seen, shape.hidden, inner, "k")
     value = layer.linear(seen, shape.hidden, inner, "v")
-    square = layer.length * layer.length
+    layer.events.append(BIAS)
     # Without a mask, a decoder makes its own in each layer; for all samples it is the same.
-    times, mask = (layer.batch, 0) if batched else (1, square)
-    added = layer.shares_with(bias, heads * square * times, mask)
+    times, mask = (layer.batch, 0) if batched else (1, layer.length**2)
+    added = layer.shares_with(bias, heads * layer.length**2 * times, mask)
     if seen is x:
         # The distances are in another order than the kernel's.
         added = layer.copied(added)

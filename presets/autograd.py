@@ -18,6 +18,8 @@ GRADIENT = PRODUCT + 1
 """The event of gradients of weights, when what their operation had saved has ended."""
 RECOMPUTED = PRODUCT + 2
 """The event at which a checkpoint has run its layer again."""
+BIAS = PRODUCT + 3
+"""Where a layer needs what is added to the scores of its attention."""
 
 
 class Tensor:

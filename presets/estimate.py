@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from memtop.presets.architectures import BF16_FROM, CPU, Shape, causal_layer, kernel_of, shape_of, t5_layer
-from memtop.presets.autograd import PRODUCT, RECOMPUTED, Tensor
+from memtop.presets.autograd import BIAS, PRODUCT, RECOMPUTED, Tensor
 from memtop.presets.layers import Kernel, Layer
 from memtop.presets.losses import Loss
 from memtop.presets.schema import Settings
@@ -39,7 +39,7 @@ Component = Literal[
     "temporary",
 ]
 _MIB = 1 << 20
-_ABOVE = 1.045
+_ABOVE = 1.03
 """It rather says a little too much: how large blocks fall into gaps is decided by small ones."""
 
 
@@ -88,8 +88,6 @@ class _Part(msgspec.Struct):
 
     unit: Unit
     stack: Stack
-    is_whole: bool
-    """Whether all its large tensors are there."""
     is_first: bool = False
     """Whether it gets what no layer has made."""
     before: int = -1
@@ -124,6 +122,8 @@ class _Start(NamedTuple):
     """What the model makes of that for the first layer of a stack, one of the other."""
     kept: list[int]
     """What lives until the backward pass ends."""
+    biases: list[list[int]]
+    """Of each stack, what its first layer makes for the scores of all."""
     remade: list[list[int]]
     """Of each stack, what its first layer makes for the others. The checkpoint makes it again; the
     first of them lives until then."""
@@ -292,20 +292,21 @@ class _Run:
                 engine.before_forward(places.embeddings)
                 embedded = sequence.chain(NOWHERE, start.embedded)
                 kept = [sequence.begin(size, "activations") for size in start.kept]
-                for_others = [sequence.begin(size, "activations") for size, *_ in start.remade]
                 added = [sequence.begin(size, "activations") for size in start.added]
                 engine.after_forward(places.embeddings)
                 sequence.calls[PRODUCT] = partial(sequence.begin, 0 if update else workspace, "workspace")
                 source, beside, holds, encoded = -1, NOWHERE, list[int](), _NOT_RUNNING
+                biases, stacks = list[int](), iter(start.biases)
                 for part in places.layers:
                     engine.before_forward(part.unit)
                     if part.is_first:
                         if source >= 0:
                             encoded = sequence.forward(encoder.passes, source)
                             source = encoded.result
-                            sequence.end(beside)
+                            sequence.end(beside, *([] if start.remade else biases))
                             embedded = sequence.chain(NOWHERE, start.embedded)
                         part.before, beside = source, embedded
+                        sequence.begin_at(BIAS, next(stacks), biases)
                         source = sequence.chain(NOWHERE, start.changed) if start.changed else beside
                     source = self._part_forward(sequence, part, source, held=beside)
                     if part.is_first:
@@ -314,7 +315,7 @@ class _Run:
                 engine.before_forward(places.tail)
                 normed = sequence.forward(tail.passes, source)
                 engine.after_forward(places.tail)
-                sequence.end(*added, beside)
+                sequence.end(*added, beside, *([] if start.remade else biases[-2:]))
                 engine.before_forward(head)
                 # The model keeps what it scales for the head.
                 scaled = sequence.begin(width * self.normed_item if self.shape.scaled_output else 0, "temporary")
@@ -349,9 +350,9 @@ class _Run:
                 seen = sequence.begin(width * self.normed_item if self.shape.decoder_layers else 0, "temporary")
                 for part in reversed(places.layers):
                     engine.before_backward(part.unit)
-                    if part.is_first and for_others:
-                        sequence.end(for_others.pop())
-                        again = [sequence.begin(size, "activations") for size in start.remade[len(for_others)]]
+                    if part.is_first and start.remade:
+                        sequence.end(biases.pop())
+                        again = [sequence.begin(size, "activations") for size in start.remade[len(biases)]]
                         sequence.calls[RECOMPUTED] = partial(sequence.end, *again)
                     gradient = self._part_backward(sequence, part, gradient)
                     engine.after_backward(part.unit)
@@ -391,10 +392,9 @@ class _Run:
         """`source`: the result of the layer before, which the layer ends if it is not `held`.
         Returns that of this one."""
         stack = part.stack
-        passes = stack.passes if part.is_whole else stack.thin
         part.copies = sequence.begin_small(stack.small_copies, "activations")
         part.saved = sequence.begin_small(stack.small_saved, "activations")
-        part.running = sequence.forward(passes, source, holds_source=source == held)
+        part.running = sequence.forward(stack.passes, source, holds_source=source == held)
         return part.running.result
 
     def _beside(self, part: _Part, embedded: int, holds: list[int]) -> int:
@@ -471,23 +471,19 @@ class _Run:
             # Without a kernel, a mask for layers of each of two kinds. Checkpoints keep them.
             masks = [settings.batch * self.square * item] * 2 if shape.kind == "gemma2" else []
             (kept if checkpointed else added).extend(masks)
-            return _Start(embedded, changed, [*kept, angles, angles], [], added, [], 0)
+            return _Start(embedded, changed, [*kept, angles, angles], [[]], [], added, [], 0)
         scores = shape.heads * self.square
         bias, zeros = scores * numbers.weights, scores * self._query_item
         # A mask for each sample, and the distances.
         kept += [self.tail.small_saved, 2 * settings.batch * self.square, *[8 * self.square] * (2 if numbers.full else 0)]
         made = [bias] if numbers.full else []
         if not checkpointed:
-            return _Start(embedded, changed, kept, [], [*added, bias, zeros], made, 0)
+            return _Start(embedded, changed, kept, [[bias], [bias, zeros]], [], added, made, 0)
         remade = [[bias], [bias, zeros]]
-        return _Start(embedded, changed, [*kept, zeros], remade, added, [*made, zeros], 2 * zeros)
+        return _Start(embedded, changed, [*kept, zeros], [[bias]] * 2, remade, added, [*made, zeros], 2 * zeros)
 
 
 def _parts_of(layers: list[Stack]) -> list[_Part]:
-    """Whole are the first and the last layer, and before that one of another kind: in its backward
-    pass, nearly all that was saved is still there."""
-    last = len(layers) - 1
-    whole = {0, last, next((n for n in range(last, -1, -1) if layers[n] is not layers[last]), last)}
-    parts = [_Part(Unit(one.parameters), one, n in whole, is_first=not n) for n, one in enumerate(layers)]
+    parts = [_Part(Unit(one.parameters), one, is_first=not n) for n, one in enumerate(layers)]
     parts[0].stack = layers[0].first or layers[0]
     return parts

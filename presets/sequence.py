@@ -1,12 +1,9 @@
-"""The large allocations of a training, one after the other, for torch's allocator (`allocator.py`).
-
-Of many equal layers only a few are there with all their tensors. The others have what outlives a
-pass: what is saved for the backward pass, and gradients.
-"""
+"""The large allocations of a training in their order, for torch's allocator (`allocator.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Several
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -19,13 +16,11 @@ from memtop.presets.states import Parameter
 Phase = Literal["load", "forward", "backward", "optimizer"]
 NOWHERE = -1
 """The key of what is not part of a sequence, or small."""
-_KEPT = -2
-"""The gradient of a layer's input is that of its result."""
 
 
 Events = list[tuple[list[int], int]]
 """Events of a layer's own tensors, and after each part what ends then and is not its own, or
-PRODUCT, GRADIENT, RECOMPUTED; -1: nothing."""
+an event of `autograd.py` from PRODUCT on; -1: nothing."""
 
 
 def split(events: list[int], outside: set[int]) -> Events:
@@ -57,9 +52,6 @@ class Tensors(NamedTuple):
     def of(cls, large: list[tuple[int, str]]) -> Tensors:
         return cls([size for size, _ in large], [use for _, use in large])
 
-    def only(self, numbers: Iterable[int]) -> Tensors:
-        return Tensors([self.sizes[number] for number in numbers], [self.uses[number] for number in numbers])
-
 
 class Passes(msgspec.Struct):
     """What a layer allocates, forward and backward, in its large tensors."""
@@ -84,34 +76,6 @@ class Passes(msgspec.Struct):
     """Other inputs. They and their gradients begin and end outside."""
     gradients: list[int]
     """Of weights, which the backward pass makes."""
-
-    def thin(self) -> Passes:
-        """The same without what begins and ends within one pass, unless it is there when something
-        else begins that outlives the pass."""
-        made = self.made_forward if self.made_backward is None else self.made_backward
-        ends = {~event for event in self.ends}
-        begun = _outliving(self.forward)
-        begun += _beside(self.forward, begun)
-        beside = [number for number in _beside(self.backward, self.gradients) if number != self.passed_on]
-        gradients = self.gradients + beside
-        if self.made_backward is None:
-            numbers = again = {old: new for new, old in enumerate(dict.fromkeys([*begun, *gradients]))}
-        else:
-            numbers = {old: new for new, old in enumerate(begun)}
-            again = {old: new for new, old in enumerate(gradients)}
-        saved = set() if self.made_backward is not None else set(begun) - ends
-        return msgspec.structs.replace(
-            self,
-            forward=_only(self.forward, numbers, set(begun)),
-            made_forward=self.made_forward.only(numbers),
-            ends=[~numbers[number] for number in ends],
-            backward=_only(self.backward, again, saved.union(gradients)),
-            made_backward=None if self.made_backward is None else made.only(again),
-            result=numbers.get(self.result, NOWHERE),
-            given=_KEPT,
-            passed_on=_KEPT,
-            gradients=[again[number] for number in self.gradients],
-        )
 
     def outliving_bytes(self) -> tuple[int, int, int]:
         """What is kept until the backward pass, until the end of the forward pass, and
@@ -138,37 +102,11 @@ def _outliving(events: Events) -> list[int]:
     return [event for part, _ in events for event in part if event >= 0 and event not in ended]
 
 
-def _beside(events: Events, chosen: list[int]) -> list[int]:
-    """What else of the pass is there when one of these begins."""
-    found, there, begins = dict[int, None](), dict[int, None](), set(chosen)
-    for part, _ in events:
-        for event in part:
-            if event < 0:
-                there.pop(~event, None)
-            elif event in begins:
-                found |= there
-            else:
-                there[event] = None
-    return list(found)
-
-
-def _only(events: Events, numbers: dict[int, int], chosen: set[int]) -> Events:
-    """The events of these tensors, with new numbers."""
-    found: Events = []
-    for part, outside in events:
-        begins = ((event, event if event >= 0 else ~event) for event in part)
-        kept = [numbers[old] if event >= 0 else ~numbers[old] for event, old in begins if old in chosen]
-        found.append((kept, outside))
-    return found
-
-
 class Stack(msgspec.Struct):
     """Equal layers, one of which was run."""
 
     count: int
     passes: Passes
-    thin: Passes
-    """Without what begins and ends in one pass."""
     small_saved: int
     """Bytes of small tensors that live until the backward pass."""
     small_copies: int
@@ -234,12 +172,10 @@ def stack_of(run: Callable[[Layer], tuple[int, Tensor]], layer: Layer, unsaved: 
         others=layer.inputs[:-1],
         gradients=[number for number, (_, use) in enumerate(layer.large) if use == "gradients"],
     )
-    thin = passes.thin()
     large_saved, large_copies, large_gradients = passes.outliving_bytes()
     return Stack(
         count=count,
         passes=passes,
-        thin=thin,
         small_saved=saved - large_saved,
         small_copies=copies - large_copies,
         small_gradients=layer.kept - large_gradients,
@@ -272,7 +208,7 @@ class Sequence:
         self.kept: list[int] = []
         """Those that stay."""
         self.calls: dict[int, Callable[[], object]] = {}
-        """What is called once, when PRODUCT, GRADIENT or RECOMPUTED comes next."""
+        """What is called once, when this event comes next."""
 
     def phase(self, name: Phase) -> None:
         self.phases.append((len(self.events), name))
@@ -327,9 +263,19 @@ class Sequence:
         self.end(self.begin(size, use, stream))
 
     def reach(self, event: int) -> None:
-        """PRODUCT, GRADIENT or RECOMPUTED has come."""
+        """This event of `autograd.py` has come."""
         if event in self.calls:
             self.calls.pop(event)()
+
+    def begin_at(self, event: int, sizes: Several[int], keys: list[int]) -> None:
+        """Begin one of these tensors each time that this event comes; `keys` gets them."""
+
+        def begin() -> None:
+            keys.append(self.begin(sizes[0], "activations"))
+            self.begin_at(event, sizes[1:], keys)
+
+        if sizes:
+            self.calls[event] = begin
 
     def live_bytes(self) -> int:
         """What is there now."""
@@ -365,8 +311,6 @@ class Sequence:
             self.end(given)
         if passes.source < 0:
             self.end(running.source)
-        if passes.given == _KEPT:
-            return given
         if passes.passed_on < 0:
             return NOWHERE
         return keys.get(passes.passed_on, base + passes.passed_on)
