@@ -340,10 +340,11 @@ class Layer(Tape):
         if times > 1:
             key, value = (self._repeated(one, times) for one in (key, value))
         narrow = self.changed(key)
-        other = self.cast(scaled, kind)
+        # Autocast converts what comes last first.
         last = self.cast(narrow, kind)
+        other = self.cast(scaled, kind)
         raw = self._product(other if by_head else self.copied(other), last, scores)
-        del last, other, narrow
+        del other, last, narrow
         masked = self._shifted(raw, 4)
         del raw
         shares = self._softmax(masked)
