@@ -92,6 +92,14 @@ def test_a_damaged_state_is_not_restored(latest: Path) -> None:
     assert state_at(latest, 25).updates == 10
 
 
+def test_an_older_whole_state_counts_where_the_newer_ones_are_damaged(latest: Path) -> None:
+    for damaged in (latest, latest.with_name("train_latest_state.previous")):
+        (damaged / "weights").write_text("short")
+    found = newest_checkpoint(latest)
+    assert found is not None
+    assert (found.updates, found.complete) == (20, True)
+
+
 def test_the_best_state_of_the_future_is_set_aside_too(latest: Path) -> None:
     state(latest.parent / "best_state", 35)
     aside = go_back(latest, 30)

@@ -99,15 +99,19 @@ def checked(reported: Checkpoint) -> Checkpoint:
 
 
 def newest_checkpoint(latest: Path) -> Checkpoint | None:
-    """`train_latest_state` if complete, else what a killed save left if that is complete, else the
-    previous state if complete, else the incomplete one. None if there is none."""
-    first = read_checkpoint(latest)
-    if first is not None and first.complete:
-        return first
-    previous = latest.with_name(latest.name + ".previous")
-    others = [*sorted(latest.parent.glob(f"{latest.name}.tmp-*")), previous]
-    complete = (found for folder in others if (found := read_checkpoint(folder)) is not None and found.complete)
-    return next(complete, None) or first or read_checkpoint(previous)
+    """The one that the trainer resumes from: `train_latest_state` if complete, else what a killed
+    save left if that is complete, else the newest older one that is; else the newest incomplete
+    one. None if there is none."""
+    older = sorted(latest.parent.glob(f"{latest.name}.[0-9]*"), reverse=True)
+    former = [latest.with_name(f"{latest.name}.previous"), *older]
+    incomplete: Checkpoint | None = None
+    for folder in (latest, *sorted(latest.parent.glob(f"{latest.name}.tmp-*")), *former):
+        found = read_checkpoint(folder)
+        if found is not None and found.complete:
+            return found
+        if ".tmp-" not in folder.name:
+            incomplete = incomplete or found
+    return incomplete
 
 
 def kept_states(latest: Path) -> list[Checkpoint]:
