@@ -195,6 +195,9 @@ def test_only_the_state_from_before_a_spike_is_discarded(latest: Path) -> None:
     discard_before_spike(latest)
     assert sorted(path.name for path in latest.parent.iterdir()) == others
     discard_before_spike(latest)
+    # Without a trainer, nothing of it is left that the next one would put back.
+    discard_before_spike(latest, alive=False)
+    assert sorted(path.name for path in latest.parent.iterdir()) == [one for one in others if one != f"{before.name}.tmp-9"]
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP])
