@@ -416,6 +416,9 @@ def test_what_a_model_may_be_follows_from_the_transformers_that_trains_it(tmp_pa
     ):
         refuse(model_type="qwen3")
     (models / "llama").mkdir()
-    (models / "llama/configuration_llama.py").write_text("        if self.hidden_size % self.num_attention_heads != 0:\n")
+    refuses, source = "        if self.hidden_size % self.num_attention_heads != 0:\n", models / "llama/configuration_llama.py"
+    source.write_text(f"\nclass TextConfig:\n    pass\n\nclass ImageConfig:\n{refuses}")
+    refuse(hidden_size=17)
+    source.write_text(f"\nclass LlamaConfig:\n{refuses}")
     with pytest.raises(UsageError, match=r"^model.config.hidden_size 17: must be a multiple of num_attention_heads 4, says"):
         refuse(hidden_size=17)

@@ -105,7 +105,8 @@ def _refused_by_transformers(python: Interpreter, config: Mapping[str, Any]) -> 
         return "model.config.model_type: missing; name a Hugging Face architecture such as llama"
     if folder is None:
         return None
-    which, hidden, heads = python.proof.packages["transformers"], config.get("hidden_size"), config.get("num_attention_heads")
+    which = python.proof.packages.get("transformers", "")
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     try:
         listed = "".join(file.read_text(encoding="utf-8") for file in (folder / "models/auto").glob("*.py"))
         if '"llama"' in listed and f'"{kind}"' not in listed:
@@ -115,7 +116,9 @@ def _refused_by_transformers(python: Interpreter, config: Mapping[str, Any]) -> 
             )
         if type(hidden) is int and type(heads) is int and heads > 0 and hidden % heads:
             name = kind.replace("-", "_")
-            if _DIVIDES.search((folder / f"models/{name}/configuration_{name}.py").read_text(encoding="utf-8")):
+            source = (folder / f"models/{name}/configuration_{name}.py").read_text(encoding="utf-8")
+            # Of several classes, another one may refuse it.
+            if source.count("\nclass ") == 1 and _DIVIDES.search(source):
                 return (
                     f"model.config.hidden_size {hidden}: must be a multiple of num_attention_heads {heads}, "
                     f"says transformers {which}"
