@@ -121,8 +121,11 @@ def check_model(settings: Settings, config: Mapping[str, Any], *, is_new: bool =
     if (large := too_large(config)) is not None:
         name, value, most = large
         check_bounds(f"model.config.{name}", value, 1, most)
-    kind, longest = str(language_part(config).get("model_type")), _positions(config)
+    part = language_part(config)
+    kind, longest, theta = str(part.get("model_type")), _positions(config), part.get("rope_theta")
     _check_task(settings, kind)
+    if kind in DECODERS and theta is not None and (type(theta) not in (int, float) or not theta > 0):
+        raise SettingsError("model.config.rope_theta", theta, "must be a number above 0")
     fails = is_new or (kind in TABLES and settings.task == "causal")
     if fails and longest is not None and settings.seq_len > longest:
         raise SettingsError("seq_len", settings.seq_len, f"beyond the model's {longest} positions; give at most {longest}")

@@ -360,6 +360,16 @@ def has(path: str, module: str) -> bool:
     return importlib.util.find_spec(module) is not None if is_own(path) else module in prove(path).packages
 
 
+def folder_of(python: Interpreter, module: str) -> Path | None:
+    """The folder of a package that this interpreter would import; None if that is not known."""
+    if python.is_own:
+        spec = importlib.util.find_spec(module)
+        places = list(spec.submodule_search_locations or ()) if spec is not None else []
+    else:
+        places = [f"{path}/{module}" for path in python.proof.paths]
+    return next((Path(place) for place in places if os.path.isfile(f"{place}/__init__.py")), None)  # noqa: PTH113
+
+
 def build_of(path: str) -> TorchBuild | None:
     """What the torch of this interpreter was built for; None if that is not known."""
     if is_own(path):

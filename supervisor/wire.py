@@ -174,7 +174,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     stage: Stage | None = None
     """While the state is `starting`; else None."""
     doing: str | None = None
-    """Between two updates of the built-in trainer: evaluating | sampling | saving; else None."""
+    """evaluating | sampling | saving between two updates; copy if the folder is one; or None."""
     alive: bool = False
     """A training process of this run exists."""
     observed: bool = False

@@ -201,6 +201,9 @@ def test_no_whole_state_left_is_one_clear_line(runs: Runs) -> None:
     runs.memtop(*tiny(runs, "--headless", "--name", "a", "--max-updates", "5"))
     (runs.path / "a" / "train_latest_state" / "manifest.json").unlink()
     done = runs.memtop("restart", "a", "--headless", "--max-updates", "6", status=1)
+    words = "it cannot resume, because no saved state seems whole: {}/train_latest_state/manifest.json is missing"
+    assert words.format(runs.path / "a") in done.stderr
+    assert "starting at the first update" not in done.stderr
     assert "manifest.json: missing, so the save was cut short; no complete state is left" in done.stderr
     assert runs.show("a")["attempts"][1]["exit_status"] == 2
 

@@ -3,6 +3,7 @@ and a run in an environment without memtop, started from one without torch."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -12,10 +13,24 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from memtop.cli import installing, interpreters, run
+from memtop.presets import load_presets, load_recipes
+from memtop.presets.edits import draft
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.interpreters import Candidate, Named, candidates, find, least_versions, missing_in, prove, why_unsafe
+from memtop.supervisor.interpreters import (
+    Candidate,
+    Interpreter,
+    Named,
+    Proof,
+    candidates,
+    find,
+    least_versions,
+    missing_in,
+    prove,
+    why_unsafe,
+)
 from tests.conftest import Runs
 from tests.environments import LIBRARIES, ROOT, add_module, make_environment, make_tool_environment, packages_of
 from tests.recovery.injected import TINY
@@ -356,3 +371,54 @@ def test_a_proof_is_read_from_what_an_old_python_answers() -> None:
     assert msgspec.convert({"version": [3, 8, 1], "packages": {"torch": "1.9"}}, type(prove(sys.executable))).why_not() == (
         "it is Python 3.8, and the trainer needs 3.10 or newer"
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("rope_theta=0", "rope_theta 0: must be a number above 0"),
+        ("hidden_size=17", "hidden_size 17: must be a multiple of num_attention_heads 4, says transformers {}"),
+        (
+            "model_type=lama",
+            "model_type lama: transformers {} does not know this architecture; a newer one may; did you mean llama?",
+        ),
+        ("model_type=9", "model_type 9: transformers {} does not know this architecture; a newer one may"),
+        ("num_key_value_heads=3", "num_key_value_heads 3: does not divide num_attention_heads 4"),
+    ],
+)
+def test_a_model_that_no_trainer_takes_is_refused_before_a_run_is_created(runs: Runs, value: str, said: str) -> None:
+    line = f"memtop: model.config.{said.format(importlib.metadata.version('transformers'))}\n"
+    for command in ("train", "plan"):
+        done = runs.memtop(command, "--set", f"model.config.{value}", status=2)
+        assert (done.stdout, done.stderr) == ("", line)
+    assert not runs.path.exists() or not list(runs.path.iterdir())
+
+
+def test_what_a_model_may_be_follows_from_the_transformers_that_trains_it(tmp_path: Path) -> None:
+    models = tmp_path / "transformers/models"
+    (models / "auto").mkdir(parents=True)
+    (models.parent / "__init__.py").touch()
+    proof = Proof(version=(3, 11, 0), packages={"transformers": "4.56.0"}, paths=(str(tmp_path / "none"), str(tmp_path)))
+    python = Interpreter(path=str(tmp_path / "bin/python"), why="--python", proof=proof)
+    first_run = draft(load_recipes()["first-run"], preset=load_presets()["standard"])
+
+    def refuse(**values: object) -> None:
+        interpreters.refuse_wrong_model(python, replace(first_run, model={"config": {**first_run.model["config"], **values}}))
+
+    # Its files are not as expected: the trainer finds out.
+    refuse(model_type="of-tomorrow")
+    (models / "auto/configuration_auto.py").write_text('X = [("llama", "LlamaConfig"), ("of-tomorrow", "OfTomorrowConfig")]')
+    refuse(model_type="of-tomorrow", hidden_size=17)
+    refuse(hidden_size=17)
+    with pytest.raises(
+        UsageError,
+        match=r"^model.config.model_type qwen3: transformers 4.56.0 does not know this architecture; a newer one may$",
+    ):
+        refuse(model_type="qwen3")
+    (models / "llama").mkdir()
+    refuses, source = "        if self.hidden_size % self.num_attention_heads != 0:\n", models / "llama/configuration_llama.py"
+    source.write_text(f"\nclass TextConfig:\n    pass\n\nclass ImageConfig:\n{refuses}")
+    refuse(hidden_size=17)
+    source.write_text(f"\nclass LlamaConfig:\n{refuses}")
+    with pytest.raises(UsageError, match=r"^model.config.hidden_size 17: must be a multiple of num_attention_heads 4, says"):
+        refuse(hidden_size=17)

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -523,7 +524,7 @@ def test_a_missing_tracker_is_named_before_anything_starts(monkeypatch: pytest.M
     monkeypatch.setattr(
         importlib.util,
         "find_spec",
-        lambda name: None if name in {"tensorboard", "tensorboardX", "wandb"} - there else object(),
+        lambda name: None if name in {"tensorboard", "tensorboardX", "wandb"} - there else ModuleSpec(name, None),
     )
     asked = Change(assignments={"trackers": "tensorboard,wandb"})
     with pytest.raises(UsageError, match=r"^trackers wandb: not installed: .* pip install wandb$"):

@@ -223,8 +223,11 @@ def _mark(folder: Path, problem: str) -> None:
 
 
 def _put_back(folder: Path) -> None:
-    """Finish what a kill between two renames has interrupted."""
-    for leftover in [] if is_folder(folder) else leftovers(folder):
+    """Finish what a kill between two renames has interrupted, and delete what else it has left:
+    later, nothing tells whether somebody wants it."""
+    for leftover in leftovers(folder):
+        if is_folder(folder):
+            break
         try:
             read_manifest(leftover)
         except UnreadStateError:
@@ -233,7 +236,7 @@ def _put_back(folder: Path) -> None:
             continue  # It is only half written.
         leftover.rename(folder)
         sync(folder.parent)
-        return
+    _remove_leftovers(folder)
 
 
 def _move_into_place(temporary: Path, state_dir: Path, *, keep: int) -> None:

@@ -307,6 +307,9 @@ def find_state(state_dir: Path, accelerator: Accelerator, channel: Channel) -> t
             answer = (
                 f"{error}; no complete state is left to resume from; move {state_dir.parent} aside or start again with --fresh"
             )
+        except OSError as error:
+            where = error.filename or state_dir.parent
+            answer = f"{where}: cannot be moved into its place: {error.strerror}; start again when that is possible"
     answer = Ranks(accelerator).from_first(answer)
     if isinstance(answer, str):
         raise BadInputError(answer)

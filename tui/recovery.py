@@ -30,7 +30,7 @@ from memtop.tui.line import MUTED, STRONG, Line, fact, fit, foreign, join, join_
 from memtop.tui.line_list import LineList, ListContent, indented, indented_width, text_entry
 from memtop.tui.machine.vram import Part
 from memtop.tui.panel import LinePanel
-from memtop.tui.remedies import is_applicable, remedy_lines, why_words
+from memtop.tui.remedies import is_applicable, remedy_lines, unknown_lines, why_words
 from memtop.tui.screen import Dashboard, Dialog
 from memtop.tui.store import Store
 
@@ -140,8 +140,12 @@ class OomCard(Dialog[Remedy]):
         if proposal.waiting:
             entries.append(text_entry(wrap(f"memtop does nothing by itself: {proposal.waiting}", width, "edge")))
         room = indented_width(width)
+        said, unknown = unknown_lines(proposal.remedies, width)
+        if unknown:
+            entries.append(text_entry(unknown))
         for number, remedy in enumerate(proposal.remedies, 1):
-            entries.append(indented(_key(remedy), remedy_lines(number, remedy, room, alive=alive, resumes=resumes)))
+            shown = remedy_lines(number, remedy, room, alive=alive, resumes=resumes, said=said)
+            entries.append(indented(_key(remedy), shown))
         if proposal.last_advice:
             title = "memtop has no automatic remedy left" if not proposal.remedies else "Beyond that"
             numbered = (Verbatim(f"{number}. {tr(text)}") for number, text in enumerate(proposal.last_advice, 1))

@@ -5,6 +5,7 @@ edited settings.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from memtop.presets.comparison import speed_words
@@ -16,7 +17,7 @@ from memtop.supervisor.language import separator, tr
 from memtop.supervisor.monitor.values import EDGE_FROM, mark
 from memtop.supervisor.plan import gpu_kind
 from memtop.supervisor.recovery.forecast import Forecaster, gpu_of
-from memtop.supervisor.recovery.values import Forecast, Remedy
+from memtop.supervisor.recovery.values import Forecast, Remedy, unknown_for_several
 from memtop.tui.bars import ROLES, Share, memory_bar
 from memtop.tui.line import MUTED, STRONG, Line, fit, join, line, width_of, wrap
 from memtop.tui.store import Store
@@ -43,11 +44,20 @@ def is_applicable(remedy: Remedy) -> bool:
     return remedy.resumable not in ("none", "new run") and bool(remedy.assignments or remedy.preset)
 
 
-def remedy_lines(number: int, remedy: Remedy, width: int, *, alive: bool, resumes: bool = True) -> tuple[Line, ...]:
+def unknown_lines(remedies: Iterable[Remedy], width: int) -> tuple[list[str], list[Line]]:
+    """Why peaks of several remedies are not known, and that as lines: each need not say it."""
+    reasons = unknown_for_several(remedy for remedy in remedies if is_applicable(remedy))
+    words = (f"? peaks not known where none is given: {reason}" for reason in reasons)
+    return reasons, [part for text in words for part in wrap(text, width, "unknown")]
+
+
+def remedy_lines(
+    number: int, remedy: Remedy, width: int, *, alive: bool, resumes: bool = True, said: Collection[str] = ()
+) -> tuple[Line, ...]:
     """`1  batch 8 -> 4, accumulation 4 -> 8` and, below it, the prediction and the cost.
 
     `alive`: the run trains, so that live changes need no restart. Without `resumes` a restart is
-    not known to continue where the run was.
+    not known to continue where the run was. `said`: reasons without a forecast that stand above.
     """
     indent = line("   ")
     room = max(10, width - width_of(indent))
@@ -59,7 +69,7 @@ def remedy_lines(number: int, remedy: Remedy, width: int, *, alive: bool, resume
         both = join((prediction, join(price, separator(", "))), "   ")
         below = [both] if width_of(both) <= room else [prediction, *_packed(price, room)]
     else:
-        if is_applicable(remedy):
+        if is_applicable(remedy) and remedy.forecast_unknown not in said:
             reason = remedy.forecast_unknown or "no measurement allows a forecast"
             below = wrap(f"? peak not known: {reason}", room, "unknown")
         below += _packed(price, room)

@@ -150,9 +150,10 @@ def where_it_resumes(run: RunState) -> str:
         return complete
     if run.alive:
         return "the run finishes its update, saves and resumes there; no sample is repeated or skipped"
-    if checkpoint is None or not checkpoint.complete:
-        why = "nothing has been saved yet" if checkpoint is None else "the saved state is not complete"
-        return f"starts at the first update: {why}"
+    if checkpoint is None:
+        return "starts at the first update: nothing has been saved yet"
+    if not checkpoint.complete:
+        return explain.none_whole(checkpoint)
     seen = units.count(checkpoint.samples_seen)
     return f"resumes at update {units.count(checkpoint.updates)}, {seen} samples; no sample is repeated or skipped"
 

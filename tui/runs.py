@@ -399,7 +399,7 @@ class RunsScreen(FullScreen):
             return
         try:
             spec = spec_like(row.folder, wanted.name, wanted.settings, wanted.after)
-            await asyncio.to_thread(start_run, runs_dir, spec, notify=told)
+            await asyncio.to_thread(start_run, runs_dir, spec, notify=told, like=row.folder)
         except MemtopError as error:
             self.say(f"{wanted.name}: {error}", "bad")
             return

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import sqlite3
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import in_words, layers_command
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
 from memtop.supervisor.language import Verbatim, tr
-from memtop.supervisor.recovery.values import Remedy
+from memtop.supervisor.recovery.values import Remedy, unknown_for_several
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record import folder as folders
 from memtop.supervisor.run.record.folder import RunFolder
@@ -132,8 +131,7 @@ def proposal_lines(proposal: Proposal, *, resumes: bool = True, said: str | None
         yield f"memtop does nothing by itself: {proposal.waiting}{then}"
     elif proposal.begins is not None:
         yield "memtop applies the first of these"
-    unknown = Counter(remedy.forecast_unknown for remedy in proposal.remedies if remedy.forecast is None)
-    often = [reason for reason, times in unknown.items() if reason and times > 1]
+    often = unknown_for_several(proposal.remedies)
     yield from (f"  peaks not known where none is given: {reason}" for reason in often)
     for number, remedy in enumerate(proposal.remedies, start=1):
         yield Verbatim(f"  {number}. {tr(remedy.title)} [{tr(', '.join(_price(remedy, resumes=resumes)))}]")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from memtop.cli.configuration import configured
 from memtop.cli.installing import install, install_extra
 from memtop.cli.output import print_message
+from memtop.presets.checks import did_you_mean
+from memtop.presets.parameters import stored_config
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.interpreters import NEEDED, OLDEST, Interpreter, Named, Proof, Search, find, missing_in
+from memtop.supervisor.interpreters import NEEDED, OLDEST, Interpreter, Named, Proof, Search, find, folder_of, missing_in
 
 # By tracker: the modules of which one must be installed, and the package to install. The trainer
 # refuses unknown names.
@@ -74,6 +78,54 @@ def refuse_missing_trackers(python: Interpreter, names: Sequence[str]) -> None:
         if modules and all(python.missing([module]) for module in modules):
             command = install(python.path, [package], has_pip="pip" in python.proof.packages)
             raise UsageError(f"trackers {name}: not installed: {command}")
+
+
+def refuse_wrong_model(python: Interpreter | None, settings: Settings) -> None:
+    """UsageError if no model works with the model's configuration, or if the transformers of this
+    interpreter refuses it."""
+    from memtop.presets.estimate import wrong_value  # most commands do without it
+
+    config = stored_config(settings) or {}
+    wrong = wrong_value(config)
+    if wrong is None and python is not None and "config" in settings.model:
+        wrong = _refused_by_transformers(python, config)
+    if wrong is not None:
+        raise UsageError(wrong)
+
+
+_DIVIDES = re.compile(r"^ *if self\.hidden_size % self\.num_attention_heads != 0:$", re.MULTILINE)
+"""Not in each version and for each architecture: others train with heads that are narrower."""
+
+
+def _refused_by_transformers(python: Interpreter, config: Mapping[str, Any]) -> str | None:
+    """Why it refuses a new model, as one line. Its files say that: to import it takes seconds. None
+    if it does not, or if they do not say."""
+    folder, kind = folder_of(python, "transformers"), str(config.get("model_type") or "")
+    if not kind:
+        return "model.config.model_type: missing; name a Hugging Face architecture such as llama"
+    if folder is None:
+        return None
+    which = python.proof.packages.get("transformers", "")
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    try:
+        listed = "".join(file.read_text(encoding="utf-8") for file in (folder / "models/auto").glob("*.py"))
+        if '"llama"' in listed and f'"{kind}"' not in listed:
+            near = did_you_mean(kind, re.findall(r'"([\w.-]+)"[,:]\s*"\w+Config"', listed))
+            return (
+                f"model.config.model_type {kind}: transformers {which} does not know this architecture; a newer one may{near}"
+            )
+        if type(hidden) is int and type(heads) is int and heads > 0 and hidden % heads:
+            name = kind.replace("-", "_")
+            source = (folder / f"models/{name}/configuration_{name}.py").read_text(encoding="utf-8")
+            # Of several classes, another one may refuse it.
+            if source.count("\nclass ") == 1 and _DIVIDES.search(source):
+                return (
+                    f"model.config.hidden_size {hidden}: must be a multiple of num_attention_heads {heads}, "
+                    f"says transformers {which}"
+                )
+    except (OSError, ValueError):
+        return None  # It has other files: the trainer finds out.
+    return None
 
 
 def libraries_of(settings: Settings) -> tuple[str, ...]:

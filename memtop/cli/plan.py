@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from memtop.cli import completion
 from memtop.cli.configuration import configured
-from memtop.cli.interpreters import search
+from memtop.cli.interpreters import refuse_wrong_model, search
 from memtop.cli.options import GIB, PLANNED_BATCH, WHOLE, assignments_of, json_option, set_option
 from memtop.cli.output import print_json, print_lines, print_message
 from memtop.cli.plan_host import PlannedHost, host_text, planned_host
@@ -34,7 +34,6 @@ from memtop.presets import Preset, PresetFileError, Settings, SettingsError, loa
 from memtop.presets.checks import longer_than_known
 from memtop.presets.comparison import outlook
 from memtop.presets.edits import find_preset
-from memtop.presets.estimate import wrong_value
 from memtop.presets.files import usable
 from memtop.presets.measured import Measured, learned
 from memtop.presets.parameters import stored_config, unreadable_model
@@ -133,8 +132,9 @@ def plan(
     python = search().found
     settings, chosen = _settings(recipe, model, method, preset, values, gpus or 1, card, python)
     config = stored_config(settings) or {}
-    if (wrong := unreadable_model(settings) or wrong_value(config)) is not None:
-        raise UsageError(wrong)
+    if (unread := unreadable_model(settings)) is not None:
+        raise UsageError(unread)
+    refuse_wrong_model(python, settings)
     answers = _Answers(card, gpus or 1, python)
     card, assumed = answers.card, [] if own is None else list(own.assumed)
     if _is_of_unknown_kind(machine, vram) and settings.precision in _OF_KIND:

@@ -21,7 +21,14 @@ from msgspec.structs import replace
 from memtop import __version__
 from memtop.cli import completion
 from memtop.cli.configuration import configured, default_runs_dir
-from memtop.cli.interpreters import libraries_of, python_for, refuse_missing, refuse_missing_trackers, said_at_start
+from memtop.cli.interpreters import (
+    libraries_of,
+    python_for,
+    refuse_missing,
+    refuse_missing_trackers,
+    refuse_wrong_model,
+    said_at_start,
+)
 from memtop.cli.options import (
     WHOLE,
     assignments_of,
@@ -394,6 +401,7 @@ def new_run(
     for words in (place.warning, *told, longer_than_known(settings)):
         if words:
             print_message(f"memtop: {words}")
+    refuse_wrong_model(python, settings)
     is_foreseen = _say_peak(settings, estimates_at(place, python.path))
     return NewRun(settings=settings, choice="; ".join(told) or None, told=1 if is_foreseen else None)
 

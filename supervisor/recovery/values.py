@@ -3,7 +3,8 @@ the ledger."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import Literal
 
@@ -233,3 +234,9 @@ def trial_word(state: str) -> str:
     """The state of a trial (`wire.Trial`) as people read it: what is measured before or after."""
     words = {"measuring before": "measuring before the change", "measuring after": "measuring after the change"}
     return words.get(state, state)
+
+
+def unknown_for_several(remedies: Iterable[Remedy]) -> list[str]:
+    """Why there is no forecast: each reason that several of these remedies share."""
+    reasons = Counter(remedy.forecast_unknown for remedy in remedies if remedy.forecast is None)
+    return [reason for reason, times in reasons.items() if reason and times > 1]

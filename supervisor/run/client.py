@@ -17,8 +17,9 @@ import msgspec
 
 from memtop.presets.decoding import decoder_of
 from memtop.supervisor.errors import MemtopError, NotRunningError, RefusedError, RunFolderError, UsageError
-from memtop.supervisor.monitor.processes.proc import ProcessId, is_alive, is_stopped
+from memtop.supervisor.monitor.processes.proc import is_stopped
 from memtop.supervisor.monitor.processes.signals import user_name
+from memtop.supervisor.run.processes.members import living_supervisor, original_of
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ownership import require_own
 from memtop.supervisor.run.server import peer_of
@@ -280,11 +281,11 @@ def _connect(folder: RunFolder, connection: socket.socket, path: str) -> None:
         try:
             connection.connect(path)
         except BlockingIOError:
-            refuse_stopped(folder, _supervisor_pid(folder))
+            refuse_stopped(folder, living_supervisor(folder.state()))
             if time.monotonic() > deadline:
                 raise RefusedError(
                     f"run {folder.name!r}: its supervisor has accepted no connection for {ANSWER_SECONDS:.0f} s: "
-                    f"see {folder.supervisor_log}{_runs_on(folder)}{_to_end(_supervisor_pid(folder))}"
+                    f"see {folder.supervisor_log}{_runs_on(folder)}{_to_end(living_supervisor(folder.state()))}"
                 ) from None
             time.sleep(_RETRY_SECONDS)
         else:
@@ -300,15 +301,6 @@ def _check_peer(folder: RunFolder, connection: socket.socket, path: str) -> None
             f"memtop sends it nothing; `memtop show {folder.name}` shows the run"
         )
     refuse_stopped(folder, peer.pid)
-
-
-def _supervisor_pid(folder: RunFolder) -> int:
-    """The living supervisor in state.json. 0 if there is none."""
-    file = folder.state()
-    if file is None or file.run.supervisor_pid is None or file.supervisor_started_ticks is None:
-        return 0
-    pid = file.run.supervisor_pid
-    return pid if is_alive(ProcessId(pid, file.supervisor_started_ticks)) else 0
 
 
 def _decoded(folder: RunFolder, line: bytes) -> Message:
@@ -327,12 +319,11 @@ def _unreadable(folder: RunFolder, why: str) -> RunFolderError:
 
 def _no_supervisor(folder: RunFolder, error: OSError | None) -> MemtopError:
     state = folder.state()
-    if state is not None and state.run.folder != str(folder.path) and (pid := _supervisor_pid(folder)):
-        original = RunFolder(Path(state.run.folder))
-        if _supervisor_pid(original) == pid:
-            return RefusedError(f"run {folder.name!r}: it is a copy of {original.path}, which runs; use that one")
+    if (copied := original_of(folder, state)) is not None:
+        return RefusedError(f"run {folder.name!r}: it is a copy of {copied}, which runs; use that one")
+    if state is not None and state.run.folder != str(folder.path) and (pid := living_supervisor(state)):
         back = f"`mv -T {shlex.quote(str(folder.path))} {shlex.quote(state.run.folder)}`, then repeat the command"
-        if original.path.exists():
+        if Path(state.run.folder).exists():
             back = f"another run is there now: end that one and move it away; then {back}"
         return RefusedError(
             f"run {folder.name!r}: it was renamed or moved while it ran, and its supervisor (pid {pid}) listens only "

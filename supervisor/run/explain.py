@@ -192,6 +192,12 @@ def not_saved(end: End | None) -> str | None:
     return end.message or f"{end.outcome}, not saved: no reason given"
 
 
+def none_whole(newest: Checkpoint) -> str:
+    """How a restart of the built-in trainer without a complete state goes: it refuses to begin
+    anew."""
+    return f"it cannot resume, because no saved state seems whole: {newest.problem or 'unknown'}"
+
+
 def done_again(reached: int | None, saved: Checkpoint | None) -> str | None:
     """The updates of an ended attempt that the next one must repeat; None if there are none, or if
     that is not known.

@@ -22,7 +22,7 @@ from memtop.supervisor.errors import MemtopError, NotRunningError, RefusedError,
 from memtop.supervisor.run.client import LOOK_SECONDS, STATUS, ask, socket_path
 from memtop.supervisor.run.grip import why_not_continued
 from memtop.supervisor.run.notices import Target, keep_targets
-from memtop.supervisor.run.processes.environment import keep_environment, kept_environment, outside_any_run
+from memtop.supervisor.run.processes.environment import keep_environment, kept_by, kept_environment, outside_any_run
 from memtop.supervisor.run.processes.members import programs_at, refuse_used_path
 from memtop.supervisor.run.record.folder import LATEST, RunFolder, RunLock, RunSpec, create_run
 from memtop.supervisor.run.record.ownership import require_own, why_not_own
@@ -146,16 +146,20 @@ def wait_for_end(folder: RunFolder) -> bool:
     return False
 
 
-def start_run(runs_dir: Path, spec: RunSpec, *, fresh: bool = False, notify: Sequence[Target] = ()) -> RunFolder:
+def start_run(
+    runs_dir: Path, spec: RunSpec, *, fresh: bool = False, notify: Sequence[Target] = (), like: RunFolder | None = None
+) -> RunFolder:
     """Create a run and start its supervisor. `fresh` moves an ended run with that name aside.
-    `notify`: whom it tells, in addition to those of the configuration."""
+    `notify`: whom it tells, in addition to those of the configuration. `like`: the run whose
+    environment it gets; None: it gets that of the caller."""
     path = runs_dir / spec.name
     if fresh or not os.path.lexists(path):
         refuse_used_path(path)
     elif RunFolder(path).spec_path.exists() and why_not_own(path) is None:
         raise RunFolderError(_exists(RunFolder(path)))
+    kept = None if like is None else kept_by(like)
     folder = create_run(runs_dir, spec, fresh=fresh)
-    keep_environment(folder, os.environ)
+    keep_environment(folder, kept or os.environ)
     if notify:
         keep_targets(folder, notify)
     start_supervisor(folder)

@@ -1,5 +1,4 @@
-"""Reads runs from their folders, with or without a supervisor, for `show`, `runs`, `watch --once`
-and ended runs."""
+"""Reads runs from their folders, with or without a supervisor."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from memtop.supervisor.run.grip import Grip, of_program
 from memtop.supervisor.run.last_update import lacks_update, with_last_update
 from memtop.supervisor.run.post_mortem.log_end import read_log_end
 from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, ExitFile, ProcessFile, RunningAttempt
-from memtop.supervisor.run.processes.members import RANKS_FILE, RanksFile, alive
+from memtop.supervisor.run.processes.members import RANKS_FILE, RanksFile, living_supervisor, original_of
 from memtop.supervisor.run.record.checkpoints import checked, newest_checkpoint
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, StateFile, read_derived, read_json
 from memtop.supervisor.run.record.grip_checkpoints import newest_for
@@ -41,6 +40,10 @@ def read_state(folder: RunFolder) -> RunState:
     file = folder.state()
     newest = folder.newest_attempt()
     state = file.run if file is not None else _without_state_file(folder)
+    if not state.state.final and (original := original_of(folder, file)) is not None:
+        still = dict.fromkeys(("supervisor_pid", "trainer_pid", "stage", "eta_seconds"))
+        still |= {"name": folder.name, "folder": str(folder.path), "alive": False, "doing": "copy"}
+        return msgspec.structs.replace(state, reason=f"it is a copy of {original}, which runs; use that one", **still)
     if newest > state.attempt:
         state = _just_begun(folder, state, newest)
     elif state.attempt == 0:
@@ -483,12 +486,8 @@ def _has_pending_restart(folder: RunFolder, file: StateFile, newest: int) -> boo
 def supervisor_alive(folder: RunFolder) -> bool:
     """Whether the run has a supervisor now."""
     file = folder.state()
-    if file is None:
-        # Not written yet, lost or damaged: the next write replaces it.
-        return RunLock(folder).is_held()
-    if file.run.supervisor_pid is None or file.supervisor_started_ticks is None:
-        return False
-    return alive(ProcessId(file.run.supervisor_pid, file.supervisor_started_ticks))
+    # Not written yet, lost or damaged: the next write replaces it.
+    return RunLock(folder).is_held() if file is None else living_supervisor(file) > 0
 
 
 def _attempt(attempt: Attempt, state: RunState) -> dict[str, Any]:

@@ -194,6 +194,15 @@ def test_another_run_in_the_place_of_a_renamed_one_leaves_it_alone(runs: Runs, m
     shutil.copytree(there, copied := runs.path / "c")
     said = runs.memtop("stop", "c", status=1).stderr
     assert said == f"memtop: run 'c': it is a copy of {there}, which runs; use that one\n"
+    shown = runs.show("c")
+    assert (shown["alive"], shown["supervisor_pid"], shown["trainer_pid"]) == (False, None, None)
+    assert shown["reason"] == f"it is a copy of {there}, which runs; use that one"
+    assert f"reason      it is a copy of {there}, which runs" in runs.memtop("show", "c").stdout
+    listed = {line.split()[0]: line.split()[1] for line in runs.memtop("runs").stdout.splitlines()}
+    assert (listed["a"], listed["c"]) == (runs.show("a")["state"], "copy")
+    by_another_way = runs.root / "way"
+    by_another_way.symlink_to(runs.path)
+    assert "copy" not in runs.memtop("show", "a", "--runs-dir", str(by_another_way)).stdout
     shutil.rmtree(copied)
     there.rename(here)
     another.path.rename(there)

@@ -92,6 +92,14 @@ def test_a_damaged_state_is_not_restored(latest: Path) -> None:
     assert state_at(latest, 25).updates == 10
 
 
+def test_an_older_whole_state_counts_where_the_newer_ones_are_damaged(latest: Path) -> None:
+    for damaged in (latest, latest.with_name("train_latest_state.previous")):
+        (damaged / "weights").write_text("short")
+    found = newest_checkpoint(latest)
+    assert found is not None
+    assert (found.updates, found.complete) == (20, True)
+
+
 def test_the_best_state_of_the_future_is_set_aside_too(latest: Path) -> None:
     state(latest.parent / "best_state", 35)
     aside = go_back(latest, 30)
@@ -187,6 +195,9 @@ def test_only_the_state_from_before_a_spike_is_discarded(latest: Path) -> None:
     discard_before_spike(latest)
     assert sorted(path.name for path in latest.parent.iterdir()) == others
     discard_before_spike(latest)
+    # Without a trainer, nothing of it is left that the next one would put back.
+    discard_before_spike(latest, alive=False)
+    assert sorted(path.name for path in latest.parent.iterdir()) == [one for one in others if one != f"{before.name}.tmp-9"]
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -334,6 +335,33 @@ def test_no_kill_while_a_state_is_kept_loses_the_former_one(tmp_path: Path, monk
                 assert held.found.name.startswith(name), number
         assert take_newest(state) is not None
         assert read_manifest(state.parent / name).updates == {1: 10, 2: 12, 3: 12}[number]
+
+
+def test_a_resume_leaves_no_half_of_a_kept_state(tmp_path: Path) -> None:
+    """It would be put back after the state from before a spike was deleted."""
+    state = tmp_path / "state"
+    trained(state, edited(eval_every=5))
+    keep_before_spike(state, state)
+    kept = tmp_path / "state.before_spike"
+    for name in ("state.before_spike.tmp-7", "state.before_spike.tmp-8.former"):
+        shutil.copytree(kept, tmp_path / name)
+    (tmp_path / "best_state.tmp-7").mkdir()
+    assert take_newest(state) is not None
+    assert sorted(path.name for path in tmp_path.iterdir() if "before_spike" in path.name or "best" in path.name) == [
+        "best_state",
+        "state.before_spike",
+    ]
+
+
+def test_a_state_that_cannot_be_moved_ends_the_resume_in_one_line(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    channel = trained(state, edited()).channel
+    damage(state)
+    (tmp_path / "damaged_state").touch()  # A folder cannot take its place.
+    why = f"{state}: cannot be moved into its place: Not a directory; start again when that is possible"
+    with pytest.raises(BadInputError, match=f"^{re.escape(why)}$"):
+        find_state(state, Accelerator(cpu=True), channel)
+    assert state.is_dir()
 
 
 def test_a_training_without_a_best_state_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

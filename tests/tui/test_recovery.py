@@ -98,6 +98,25 @@ async def test_it_opens_by_itself_and_shows_what_happened_and_what_can_be_done()
                 assert expected in text, (size, expected)
 
 
+async def test_why_peaks_of_several_remedies_are_not_known_is_said_once() -> None:
+    reason = "nothing was measured with these settings yet"
+    alike = tuple(replace(ALLOCATOR, id=f"r{number}", title=f"r{number}", forecast_unknown=reason) for number in range(3))
+    # That nobody foresees what a person types is no news.
+    by_hand = replace(BY_HAND, forecast_unknown=reason)
+    for remedies, said in (
+        (
+            (*alike, SHORTER, by_hand),
+            [f"peaks not known where none is given: {reason}", "peak not known: nothing was measured"],
+        ),
+        ((SMALLER, alike[0], SHORTER), [f"peak not known: {reason}", "peak not known: nothing was measured at T 64"]),
+    ):
+        async with opened(RecordingFeed(dead(replace(PROPOSAL, remedies=remedies))), size=(160, 50)) as (app, _):
+            text = words(app)
+            assert text.count("? peak") == len(said), text
+            for expected in said:
+                assert text.count(expected) == 1, text
+
+
 async def test_enter_applies_the_first_and_the_answer_is_shown() -> None:
     feed = RecordingFeed(dead())
     feed.answers = ((wire.Outcome.ACCEPTED, "restarting"), (wire.Outcome.DONE, "attempt 3 trains"))

@@ -156,6 +156,6 @@ def test_where_it_resumes() -> None:
     stopped = run_state(alive=False)
     assert where_it_resumes(stopped) == "resumes at update 20, 640 samples; no sample is repeated or skipped"
     broken = Checkpoint(path="x", saved_at=NOW, complete=False, problem="cut off")
-    first = "starts at the first update: "
-    assert where_it_resumes(run_state(alive=False, checkpoint=broken)) == f"{first}the saved state is not complete"
-    assert where_it_resumes(run_state(alive=False, checkpoint=None)) == f"{first}nothing has been saved yet"
+    words = "it cannot resume, because no saved state seems whole: cut off"
+    assert where_it_resumes(run_state(alive=False, checkpoint=broken)) == words
+    assert where_it_resumes(run_state(alive=False, checkpoint=None)) == "starts at the first update: nothing has been saved yet"

@@ -19,6 +19,7 @@ from textual.widgets import Input
 from memtop.supervisor import language, wire
 from memtop.supervisor.names import shortened
 from memtop.supervisor.run.notices import targets_of
+from memtop.supervisor.run.processes.environment import kept_by
 from memtop.supervisor.run.record.folder import RunFolder, StateFile, create_run, write_json
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.reports import Step
@@ -377,7 +378,8 @@ async def test_the_name_of_a_queued_run_goes_on_with_the_next_number(three: Path
 async def test_a_run_is_queued_after_the_selected_one(here: Runs) -> None:
     """Real supervisors: the new run waits for the one under the cursor."""
     own = ("--then", "echo over", "--notify", "desktop", "--notify", "command:cat")
-    here.memtop("train", "--name", "first", *own, "--detach", "--", "sh", "-c", "sleep 600")
+    there = {**here.environment, "ONLY_THERE": "1"}  # not in this process, which shows the dashboard
+    here.memtop("train", "--name", "first", *own, "--detach", "--", "sh", "-c", "sleep 600", env=there)
     async with listed(here.path, wanted=1) as (app, pilot, screen):
         await press(pilot, "u")
         assert isinstance(app.screen, QueueDialog)
@@ -398,6 +400,8 @@ async def test_a_run_is_queued_after_the_selected_one(here: Runs) -> None:
     first, second = RunFolder(here.path / "first"), RunFolder(here.path / "first-2")
     assert second.spec().then == "echo over"
     assert targets_of(second) == targets_of(first) != []
+    assert kept_by(second) == kept_by(first)
+    assert b"ONLY_THERE=1" in Path(f"/proc/{document['supervisor_pid']}/environ").read_bytes().split(b"\0")
     assert "stopped before it began" in here.memtop("stop", "first-2").stdout
 
 

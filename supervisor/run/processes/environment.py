@@ -94,7 +94,7 @@ def is_secret(name: str, value: str = "") -> bool:
     return name not in _OF_SHELL and not is_count and _SECRET.search(name.upper()) is not None
 
 
-class _Kept(msgspec.Struct, frozen=True):
+class Kept(msgspec.Struct, frozen=True):
     """`environment.json`: the environment of the run's first start."""
 
     variables: dict[str, str]
@@ -102,18 +102,22 @@ class _Kept(msgspec.Struct, frozen=True):
     """What is in no file, since it looks like a secret, or is not UTF-8."""
 
 
-def keep_environment(folder: RunFolder, environment: Mapping[str, str]) -> None:
+def keep_environment(folder: RunFolder, environment: Mapping[str, str] | Kept) -> None:
     """Later attempts of the run get this environment. RunFolderError if it cannot be written."""
+    kept = environment if isinstance(environment, Kept) else _to_keep(environment)
+    write_json(folder.path / _KEPT_FILE, kept, mode=0o600)
+
+
+def _to_keep(environment: Mapping[str, str]) -> Kept:
     found = {name: value for name, value in outside_any_run(environment).items() if name in _JOBS or not _is_of_session(name)}
     variables = {name: value for name, value in found.items() if not is_secret(name, value) and _is_utf8(name + value)}
-    kept = _Kept(variables, tuple(name for name in found if name not in variables and _is_utf8(name)))
-    write_json(folder.path / _KEPT_FILE, kept, mode=0o600)
+    return Kept(variables, tuple(name for name in found if name not in variables and _is_utf8(name)))
 
 
 @contextlib.contextmanager
 def moved_environment(folder: RunFolder, environment: Mapping[str, str]) -> Iterator[None]:
     """Later attempts of the run get this environment, unless what follows is refused."""
-    former = _kept(folder)
+    former = kept_by(folder)
     keep_environment(folder, environment)
     try:
         yield
@@ -129,7 +133,7 @@ def moved_environment(folder: RunFolder, environment: Mapping[str, str]) -> Iter
 def kept_environment(folder: RunFolder, here: Mapping[str, str]) -> dict[str, str]:
     """The environment that the run keeps. Those variables that belong to a session, and those that
     are in no file, are as here. A run of an older memtop has kept nothing: all is as here."""
-    here, kept = outside_any_run(here), _kept(folder)
+    here, kept = outside_any_run(here), kept_by(folder)
     if kept is None:
         return here
     moved = _job(here) not in (None, _job(kept.variables))
@@ -148,7 +152,7 @@ def kept_environment(folder: RunFolder, here: Mapping[str, str]) -> dict[str, st
 
 def missing_here(folder: RunFolder, here: Mapping[str, str]) -> list[str]:
     """The variables of the first start that are in no file, and not here either."""
-    kept = _kept(folder)
+    kept = kept_by(folder)
     return [] if kept is None else sorted(name for name in kept.left_out if name not in here)
 
 
@@ -164,9 +168,10 @@ def different(environment: Mapping[str, str], here: Mapping[str, str]) -> str:
     return ", ".join([*shown, *more])
 
 
-def _kept(folder: RunFolder) -> _Kept | None:
+def kept_by(folder: RunFolder) -> Kept | None:
+    """What the run keeps; None for one of an older memtop. RunFolderError if it cannot be read."""
     path = folder.path / _KEPT_FILE
-    return read_json(path, _Kept, own=True) if os.path.lexists(path) else None
+    return read_json(path, Kept, own=True) if os.path.lexists(path) else None
 
 
 def _job(environment: Mapping[str, str]) -> str | None:

@@ -29,7 +29,7 @@ from memtop.supervisor.monitor.processes.proc import (
 from memtop.supervisor.monitor.processes.signals import ProcessGone, SignalRefused, signal_process
 from memtop.supervisor.monitor.processes.table import all_pids, children_of, run_processes
 from memtop.supervisor.run.events import NamedProcess
-from memtop.supervisor.run.record.folder import RunFolder, list_runs, read_derived, write_json
+from memtop.supervisor.run.record.folder import RunFolder, StateFile, list_runs, read_derived, write_json
 
 SHIM = Path(__file__).with_name("shim.py")
 RANKS_FILE = "ranks.json"
@@ -50,6 +50,23 @@ class RanksFile(msgspec.Struct, frozen=True):
 def alive(process: ProcessId | None) -> bool:
     """True while this process runs. A zombie has ended."""
     return process is not None and is_alive(process)
+
+
+def living_supervisor(file: StateFile | None) -> int:
+    """The supervisor in state.json if it lives; else 0."""
+    if file is None or file.run.supervisor_pid is None or file.supervisor_started_ticks is None:
+        return 0
+    pid = file.run.supervisor_pid
+    return pid if is_alive(ProcessId(pid, file.supervisor_started_ticks)) else 0
+
+
+def original_of(folder: RunFolder, file: StateFile | None) -> Path | None:
+    """The run that this folder is a copy of, if that one has a supervisor now."""
+    if file is None or file.run.folder == str(folder.path) or not (pid := living_supervisor(file)):
+        return None
+    original = Path(file.run.folder)
+    is_same = original.exists() and original.samefile(folder.path)  # by another way
+    return None if is_same or living_supervisor(RunFolder(original).state()) != pid else original
 
 
 def send(process: ProcessId, number: signal.Signals) -> str | None:

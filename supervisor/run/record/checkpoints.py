@@ -99,15 +99,19 @@ def checked(reported: Checkpoint) -> Checkpoint:
 
 
 def newest_checkpoint(latest: Path) -> Checkpoint | None:
-    """`train_latest_state` if complete, else what a killed save left if that is complete, else the
-    previous state if complete, else the incomplete one. None if there is none."""
-    first = read_checkpoint(latest)
-    if first is not None and first.complete:
-        return first
-    previous = latest.with_name(latest.name + ".previous")
-    others = [*sorted(latest.parent.glob(f"{latest.name}.tmp-*")), previous]
-    complete = (found for folder in others if (found := read_checkpoint(folder)) is not None and found.complete)
-    return next(complete, None) or first or read_checkpoint(previous)
+    """The one that the trainer resumes from: `train_latest_state` if complete, else what a killed
+    save left if that is complete, else the newest older one that is; else the newest incomplete
+    one. None if there is none."""
+    older = sorted(latest.parent.glob(f"{latest.name}.[0-9]*"), reverse=True)
+    former = [latest.with_name(f"{latest.name}.previous"), *older]
+    incomplete: Checkpoint | None = None
+    for folder in (latest, *sorted(latest.parent.glob(f"{latest.name}.tmp-*")), *former):
+        found = read_checkpoint(folder)
+        if found is not None and found.complete:
+            return found
+        if ".tmp-" not in folder.name:
+            incomplete = incomplete or found
+    return incomplete
 
 
 def kept_states(latest: Path) -> list[Checkpoint]:
@@ -176,12 +180,12 @@ def discard_held(latest: Path) -> None:
     shutil.rmtree(_held(latest), ignore_errors=True)
 
 
-def discard_before_spike(latest: Path) -> None:
-    """Delete the state that the trainer has kept from before a spike of the loss, and a former one
-    that a kill has left: the next start would put it back. What the trainer may be writing stays.
+def discard_before_spike(latest: Path, *, alive: bool = True) -> None:
+    """Delete the state that the trainer has kept from before a spike of the loss, and what a kill
+    has left of it: the next start would put it back. What a living trainer may be writing stays.
     """
-    kept = _before_spike(latest)
-    for folder in (*latest.parent.glob(f"{kept.name}.tmp-*.former"), kept):
+    kept, left = _before_spike(latest), "tmp-*.former" if alive else "tmp-*"
+    for folder in (*latest.parent.glob(f"{kept.name}.{left}"), kept):
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -207,7 +211,7 @@ def rolled_back(latest: Path, update: int | None) -> Iterator[Path | None]:
     if update is not None and here is not None and kept is not None:
         same = (here.updates, here.saved_at) == (kept.updates, kept.saved_at)
         if same:  # the run has gone back to it: it is the newest state now
-            discard_before_spike(latest)
+            discard_before_spike(latest, alive=False)
 
 
 def _move(latest: Path, update: int, aside: Path, moves: list[tuple[Path, Path]]) -> None:

@@ -186,8 +186,8 @@ def _restarting(model: Model) -> str:
     if model.settings is None:
         return f"restarting: the same command {explain.FROM_ZERO}"
     if model.saved is None and not model.alive:
-        why = "nothing has been saved yet" if model.states.newest is None else "the saved state is not complete"
-        return f"starting at the first update: {why}"
+        newest = model.states.newest
+        return "starting at the first update: nothing has been saved yet" if newest is None else explain.none_whole(newest)
     return "restarting from train_latest_state"
 
 
