@@ -299,7 +299,7 @@ class Tape:
             return made
         for (_, size), product in zip(step.weights, made, strict=True):
             self._gradient_of(size, product)
-        if step.weights_first:
+        if step.weights_first and made:
             self.product()
         return []
 
