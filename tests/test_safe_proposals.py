@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,6 +27,7 @@ from memtop.presets.estimate import Estimate, estimate
 from memtop.presets.files import usable
 from memtop.presets.measured import GpuKind, Learned, Measured, model_key
 from memtop.presets.parameters import stored_config
+from memtop.supervisor import dry_runs as dry_runs_of
 from memtop.supervisor import plan
 from memtop.supervisor.dry_runs import DryRuns
 from memtop.supervisor.monitor.values import Band
@@ -37,6 +40,7 @@ from memtop.supervisor.recovery.situation import HostFacts, situation_of
 from memtop.supervisor.recovery.values import Forecast, Remedy
 from memtop.supervisor.wire import Proposal
 from memtop.train.batch_choice import first_size
+from tests.forking import Program
 from tests.recovery.support import died
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -295,6 +299,7 @@ def _full(remedy: Remedy) -> bool:
 @pytest.fixture
 def dry_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DryRuns]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(dry_runs_of, "subprocess", SimpleNamespace(Popen=Program, PIPE=subprocess.PIPE))
     with contextlib.closing(DryRuns("")) as runs:
         yield runs
 
