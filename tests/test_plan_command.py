@@ -48,10 +48,18 @@ from tests.forking import Program
 from tests.test_plan import CARD, GIB, LLAMA, MIB, first_run
 
 
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("answers")
+
+
 @pytest.fixture(autouse=True)
-def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of its own; and dry runs are forks of a process that has the libraries."""
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: Path) -> None:
+    """A cache of its own, in which only the answers of dry runs are shared with the other tests;
+    and dry runs are forks of a process that has the libraries."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "memtop").mkdir(parents=True)
+    (tmp_path / "cache" / "memtop" / "dry_runs").symlink_to(answers)
     monkeypatch.setenv("COLUMNS", "200")
     forked = functools.partial(Program, imported=("peft", "bitsandbytes"))
     monkeypatch.setattr(dry_runs, "subprocess", SimpleNamespace(Popen=forked, PIPE=subprocess.PIPE))
@@ -70,6 +78,7 @@ def document(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 
 
 def test_a_plan_by_a_dry_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "cache" / "memtop" / "dry_runs").unlink()
     found = document(capsys, "first-run", "--vram", "1")
     gpu = found["gpu"]
     assert gpu["basis"] == "dry run"
@@ -599,11 +608,12 @@ def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.Captu
 
 
 def test_a_batch_that_cannot_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "pretrain-causal", "--vram", "0.6"]) == 0
+    words = ("first-run", "--set", "precision=bf16", "--vram", "0.55")
+    assert run(["plan", *words]) == 0
     said = capsys.readouterr().out
     assert "no: each batch that keeps the effective batch needs 85 % of the GPU or more" in said
     assert re.search(r"^smallest    1 x \d+ x 1: ~.* !! danger$", said, re.MULTILINE)
-    found = document(capsys, "pretrain-causal", "--vram", "0.6")
+    found = document(capsys, *words)
     assert found["max_safe_batch"] is None
     assert found["assumed"] == ["the GPU has bf16 and flash attention, as those of compute capability 8.0 and above"]
     assert f"assumed {found['assumed'][0]}" in " ".join(said.split())

@@ -30,7 +30,7 @@ IN_PARTS = {
     "triton-smem-mxfp4",
     "re-torchelastic-sigterm-then-9",
 }
-MUTATIONS = int(os.environ.get("MEMTOP_FUZZ", "4000" if LONG else "1000"))
+MUTATIONS = int(os.environ.get("MEMTOP_FUZZ", "4000" if LONG else "400"))
 
 
 def valid(found: Diagnosis) -> None:
@@ -79,13 +79,13 @@ def test_lines_of_a_healthy_program_change_no_answer(log: logs.Log) -> None:
         assert among == alone or (log.id in IN_PARTS and among.of_memory is alone.of_memory)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150 if LONG else 60, deadline=None)
 @given(st.binary(max_size=3000))
 def test_any_bytes(data: bytes) -> None:
     valid(diagnose([data]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150 if LONG else 60, deadline=None)
 @given(st.text(max_size=600), st.integers(-300, 300))
 def test_any_text_and_status(text: str, status: int) -> None:
     valid(diagnose([text.encode("utf-8", "surrogatepass")], Evidence(exit_status=status)))

@@ -146,7 +146,10 @@ async def test_a_closed_tab_ends_its_process(demo: Served) -> None:
         await left.wait_for("All keys, and what the marks mean")
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.long), (signal.SIGKILL, -signal.SIGKILL)],
+)
 async def test_the_server_leaves_no_process_behind(number: int, status: int, serve: Callable[..., Served]) -> None:
     served = serve("--demo")
     cookie = served.cookie()

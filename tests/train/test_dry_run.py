@@ -218,8 +218,17 @@ def test_weights_in_4_bits(double: bool) -> None:
     assert prepared.components["weights"] - found.components["weights"] == pytest.approx(2 * embedded, rel=0.05)
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("attention", "method"),
+    [
+        ("eager", "full"),
+        ("sdpa", "lora"),
+        ("eager", "qlora"),
+        pytest.param("sdpa", "full", marks=pytest.mark.long),
+        pytest.param("eager", "lora", marks=pytest.mark.long),
+        pytest.param("sdpa", "qlora", marks=pytest.mark.long),
+    ],
+)
 def test_t5(method: Any, attention: Any) -> None:
     lora = Lora(r=8, alpha=16, targets=("q", "v")) if method != "full" else None
     weights = "fp32" if method == "full" else "bf16"
@@ -396,7 +405,7 @@ def test_what_a_user_can_get_wrong_is_one_line(changes: dict[str, Any], text: st
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.long),
         {"gradient_checkpointing": True, "accumulation": 2},
         {"method": "lora", "lora": QKVO, "optimizer": "adamw_8bit"},
         {"method": "qlora", "lora": QKVO, "weights": "bf16", "gradient_checkpointing": True},
@@ -420,7 +429,7 @@ def test_a_deep_model_allocates_what_two_shallow_ones_show(changes: dict[str, An
 
 def test_the_buckets_of_a_deep_model_grow_no_further_than_they_may() -> None:
     """Two shallow models have less than a bucket of gradients."""
-    deep = {"config": LLAMA | {"num_hidden_layers": 60}, "method": "lora", "lora": Lora(r=64, alpha=16)}
+    deep = {"config": LLAMA | {"num_hidden_layers": 30}, "method": "lora", "lora": Lora(r=128, alpha=16)}
     two, one = (foreseen(**deep, world_size=count).components["workspace"] for count in (2, 1))
     training = msgspec.structs.replace(PLAIN, **deep)
     assert two - one == ring_bytes(meta_model(training, config_of(training)))

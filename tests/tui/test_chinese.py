@@ -337,7 +337,7 @@ async def test_a_change_below_a_dialog_cuts_no_character_of_it(key: str) -> None
         for right in range(1, 121):
             dialog.refresh(Region(0, 0, right, 35))
             compositor.update_widgets({dialog})
-            update = compositor.render_update(screen_stack=app._background_screens)
+            update = support.render_frame(compositor, screen_stack=app._background_screens)
             assert isinstance(update, CompositorUpdate)
             stream.feed(update.render_segments(app.console))
             rows = ("".join(terminal.buffer[row][column].data for column in range(120)) for row in range(35))

@@ -10,7 +10,7 @@ import pyte
 import pytest
 from rich.cells import cell_len
 from rich.console import RenderableType
-from textual._compositor import CompositorUpdate, LayoutUpdate
+from textual._compositor import Compositor, CompositorUpdate, LayoutUpdate
 from textual.pilot import Pilot
 from textual.screen import Screen
 
@@ -18,7 +18,7 @@ from memtop.supervisor import language
 from memtop.tui.app import DashboardApp
 from memtop.tui.compositor import Rows
 from memtop.tui.dashboard.result import DashboardResult
-from tests.tui.support import RecordingFeed, dashboard, gpu, resize, running, settle
+from tests.tui.support import RecordingFeed, dashboard, gpu, render_frame, resize, running, settle
 
 WORDS = {"en": "the checkpoint of update 24 was saved", "zh": "第 24 次更新的检查点已保存在磁盘上"}
 
@@ -82,6 +82,7 @@ class Terminal:
 async def shown(
     size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[DashboardApp, Pilot[DashboardResult], RecordingFeed, Terminal]]:
+    monkeypatch.setattr(Compositor, "render_update", render_frame)
     feed = RecordingFeed(running(gpu()))
     app = dashboard(feed)
     async with app.run_test(size=size, notifications=True, tooltips=True) as pilot:

@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.cells import cell_len
@@ -18,6 +20,7 @@ from textual.widgets import Input
 
 from memtop.supervisor import language, wire
 from memtop.supervisor.names import shortened
+from memtop.supervisor.run import starting
 from memtop.supervisor.run.notices import targets_of
 from memtop.supervisor.run.processes.environment import kept_by
 from memtop.supervisor.run.record.folder import RunFolder, StateFile, create_run, write_json
@@ -35,6 +38,8 @@ from memtop.tui.queue import QueueDialog
 from memtop.tui.runs import RunsScreen
 from memtop.tui.screen import ConfirmDialog
 from tests.conftest import Runs
+from tests.forking import Program
+from tests.forking import run as run_forked
 from tests.recovery.injected import PACED, TINY, inject
 from tests.run.brain import spec
 from tests.run.test_rollback import state
@@ -42,12 +47,24 @@ from tests.terminal import Terminal
 from tests.tui.support import SETTINGS, RecordingFeed, machine, press, running, screen_text, settle
 
 NOW = 1_790_000_000.0
+SIZES = [(80, 24), *(pytest.param(size, marks=pytest.mark.long) for size in ((120, 35), (160, 50)))]
 
 
 @pytest.fixture(autouse=True)
 def no_other_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The list has only the runs of the test, whatever else runs on this machine."""
     monkeypatch.setattr(runs_screen, "living_elsewhere", lambda path: [])
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list starts forks, which have imported torch already."""
+
+    def run(command: list[str], *, check: bool, **options: Any) -> subprocess.CompletedProcess[str]:
+        return run_forked(command, **options)
+
+    monkeypatch.setattr(runs_screen, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(starting, "subprocess", SimpleNamespace(Popen=Program, DEVNULL=subprocess.DEVNULL))
 
 
 def stored(runs_dir: Path, name: str, created: float, state: Phase = Phase.FINISHED, **fields: object) -> RunFolder:
@@ -180,7 +197,7 @@ def three(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 35), (160, 50)])
+@pytest.mark.parametrize("size", SIZES)
 async def test_the_list_is_sorted_and_filtered(three: Path, size: tuple[int, int]) -> None:
     async with listed(three, size=size) as (app, pilot, screen):
         assert names(screen) == ["new", "mid", "old"], "the newest first"
@@ -337,7 +354,7 @@ async def test_a_name_is_not_translated_under_the_cursor_either(three: Path) -> 
         language.use("en")
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 35), (160, 50)])
+@pytest.mark.parametrize("size", SIZES)
 async def test_the_form_that_queues_a_run_says_what_it_will_do(three: Path, size: tuple[int, int]) -> None:
     async with listed(three, size=size) as (app, pilot, _):
         await press(pilot, "down", "u")
