@@ -328,9 +328,6 @@ def _divides(name: str, value: int, of: str, whole: int, error: type[UnknownMemo
         raise error(f"model.config.{name} {value}: does not divide {of} {whole}")
 
 
-# --- layers ---------------------------------------------------------------------------------------
-
-
 def kernel_of(shape: Shape, generation: int, *, half: str | None, masked: bool) -> Kernel:
     """What computes attention on a GPU of this compute capability; `half`: bf16, fp16 or None."""
     if shape.kind == "gemma2":
@@ -379,6 +376,7 @@ def causal_layer(layer: Layer, shape: Shape, x: Tensor, kernel: Kernel, mask_byt
 def _attend(layer: Layer, shape: Shape, x: Tensor, kernel: Kernel, mask_bytes: int) -> Tensor:
     hidden, queries, keys = shape.hidden, shape.heads * shape.width, shape.key_heads * shape.width
     stream = x.item if shape.norm == "layer" else layer.numbers.stream
+    first = len(layer.parameters)
     if shape.fused:
         name = "c_attn" if shape.kind == "gpt2" else "qkv_proj"
         whole = layer.linear(x, hidden, queries + 2 * keys, name, bias=shape.query_bias)
@@ -415,8 +413,10 @@ def _attend(layer: Layer, shape: Shape, x: Tensor, kernel: Kernel, mask_bytes: i
         rate=shape.attention_dropout,
         by_head=shape.fused and not shape.positions,
     )
-    # What goes in ends before the queries, keys and values do.
+    own = layer.parameters[first:]  # What goes in ends before the queries, keys and values do.
     found = layer.linear(found, queries, hidden, "c_proj" if shape.kind == "gpt2" else "o_proj", bias=shape.output_bias)
+    if shape.kind == "phi3":  # Its layer of the output is its first.
+        layer.parameters[first:] = [*layer.parameters[first + len(own) :], *own]
     if shape.kind == "gpt2":
         found = layer.dropout(found, shape.residual_dropout)
     return found

@@ -95,6 +95,7 @@ def refuse_wrong_model(python: Interpreter | None, settings: Settings) -> None:
 
 _DIVIDES = re.compile(r"^ *if self\.hidden_size % self\.num_attention_heads != 0:$", re.MULTILINE)
 """Not in each version and for each architecture: others train with heads that are narrower."""
+_CLASS = re.compile(r"^class\b", re.MULTILINE)
 
 
 def _refused_by_transformers(python: Interpreter, config: Mapping[str, Any]) -> str | None:
@@ -118,7 +119,7 @@ def _refused_by_transformers(python: Interpreter, config: Mapping[str, Any]) -> 
             name = kind.replace("-", "_")
             source = (folder / f"models/{name}/configuration_{name}.py").read_text(encoding="utf-8")
             # Of several classes, another one may refuse it.
-            if source.count("\nclass ") == 1 and _DIVIDES.search(source):
+            if len(_CLASS.findall(source)) == 1 and _DIVIDES.search(source):
                 return (
                     f"model.config.hidden_size {hidden}: must be a multiple of num_attention_heads {heads}, "
                     f"says transformers {which}"
