@@ -413,7 +413,8 @@ def _attend(layer: Layer, shape: Shape, x: Tensor, kernel: Kernel, mask_bytes: i
         rate=shape.attention_dropout,
         by_head=shape.fused and not shape.positions,
     )
-    own = layer.parameters[first:]  # What goes in ends before the queries, keys and values do.
+    own = layer.parameters[first:]
+    # What goes in ends before the queries, keys and values do.
     found = layer.linear(found, queries, hidden, "c_proj" if shape.kind == "gpt2" else "o_proj", bias=shape.output_bias)
     if shape.kind == "phi3":  # Its layer of the output is its first.
         layer.parameters[first:] = [*layer.parameters[first + len(own) :], *own]
@@ -462,14 +463,13 @@ def t5_layer(
         x = layer.clamped(x)
     normed = layer.norm(x, shape.hidden, "t5")
     rate = shape.residual_dropout
-    active: Tensor | None
-    other: Tensor | None
+    active: Tensor | None = None
+    other: Tensor | None = None
     if shape.gated:
         active = layer.activation(layer.linear(normed, shape.hidden, shape.inner, "wi_0"), shape.activation)
         other = layer.linear(normed, shape.hidden, shape.inner, "wi_1")
         wide = layer.multiply(active, other)
     else:
-        active = other = None
         wide = layer.activation(layer.linear(normed, shape.hidden, shape.inner, "wi"), shape.activation)
     wide = layer.dropout(wide, rate)
     # What leaves the inner layers has the precision of their weights, never in 4 bits.
