@@ -316,6 +316,8 @@ class _Run:
                 normed = sequence.forward(tail.passes, source)
                 engine.after_forward(places.tail)
                 sequence.end(*added, beside, *([] if start.remade else biases[-2:]))
+                kept += biases[2:] if start.remade else []
+                del biases[2:]
                 engine.before_forward(head)
                 # The model keeps what it scales for the head.
                 scaled = sequence.begin(width * self.normed_item if self.shape.scaled_output else 0, "temporary")
@@ -352,8 +354,7 @@ class _Run:
                     engine.before_backward(part.unit)
                     if part.is_first and start.remade:
                         sequence.end(biases.pop())
-                        again = [sequence.begin(size, "activations") for size in start.remade[len(biases)]]
-                        sequence.calls[RECOMPUTED] = partial(sequence.end, *again)
+                        sequence.begin_until(RECOMPUTED, BIAS, start.remade[len(biases)])
                     gradient = self._part_backward(sequence, part, gradient)
                     engine.after_backward(part.unit)
                     if part.is_first:
@@ -480,7 +481,7 @@ class _Run:
         if not checkpointed:
             return _Start(embedded, changed, kept, [[bias], [bias, zeros]], [], added, made, 0)
         remade = [[bias], [bias, zeros]]
-        return _Start(embedded, changed, [*kept, zeros], [[bias]] * 2, remade, added, [*made, zeros], 2 * zeros)
+        return _Start(embedded, changed, kept, [[bias], [bias, zeros]], remade, added, [*made, zeros], 2 * zeros)
 
 
 def _parts_of(layers: list[Stack]) -> list[_Part]:

@@ -277,6 +277,12 @@ class Sequence:
         if sizes:
             self.calls[event] = begin
 
+    def begin_until(self, last: int, event: int, sizes: Several[int]) -> None:
+        """The same, until another event comes."""
+        keys = list[int]()
+        self.begin_at(event, sizes, keys)
+        self.calls[last] = lambda: self.end(*keys)
+
     def live_bytes(self) -> int:
         """What is there now."""
         sizes, new = self.sizes, self.events[self._counted :]
