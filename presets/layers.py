@@ -198,7 +198,7 @@ class Layer(Tape):
         total, item = self.add(found, scaled), found.item
         if quantized:
             found = total
-        # peft names the product of a layer in 4 bits.
+        # With a layer in 4 bits, the product of the adapter has a name of its own and ends last.
         del scaled
         found = total
         del total
