@@ -207,18 +207,19 @@ class _Values:
         """How far each layer looks back; empty: all look back to the start."""
         if self._values.get("sliding_window") is None or self.kind in ("llama", "gemma"):
             return ()
-        window, types = self.whole("sliding_window"), self._values.get("layer_types")
+        types = self._values.get("layer_types")
         if isinstance(types, list | tuple) and len(types) >= layers:
             near = [kind == "sliding_attention" for kind in types[:layers]]
         elif self.kind in ("mistral", "phi3"):
             near = [True] * layers
         elif self.kind in ("qwen2", "qwen3"):
-            from_layer = self.whole("max_window_layers") if self.is_on("max_window_layers") else 0
-            near = [self.is_on("use_sliding_window") and number >= from_layer for number in range(layers)]
+            is_on = self.is_on("use_sliding_window")
+            from_layer = self.whole("max_window_layers") if is_on and self.is_on("max_window_layers") else 0
+            near = [is_on and number >= from_layer for number in range(layers)]
         else:
             pattern = 2 if self.kind == "gemma2" else self.whole("sliding_window_pattern")
             near = [bool((number + 1) % pattern) for number in range(layers)]
-        return tuple(window if one else 0 for one in near) if any(near) else ()
+        return tuple(self.whole("sliding_window") if one else 0 for one in near) if any(near) else ()
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
@@ -262,7 +263,7 @@ def _causal_shape(values: _Values) -> Shape:
         score_cap=kind == "gemma2" and values.is_on("attn_logit_softcapping"),
         logit_cap=kind in ("gemma2", "gemma3_text") and values.is_on("final_logit_softcapping"),
         attention_dropout=values.share("attention_dropout"),
-        residual_dropout=values.share("resid_pdrop"),
+        residual_dropout=values.share("resid_pdrop") if kind == "phi3" else 0.0,
     )
 
 
@@ -439,9 +440,7 @@ def _inner(layer: Layer, shape: Shape, x: Tensor) -> Tensor:
         other = layer.linear(x, hidden, inner, "up_proj", bias=shape.inner_bias)
         product = layer.multiply(gate, other)
         del gate, other
-    found = layer.linear(product, inner, hidden, "down_proj", bias=shape.inner_bias)
-    del product
-    return found
+    return layer.linear(product, inner, hidden, "down_proj", bias=shape.inner_bias)
 
 
 def t5_layer(

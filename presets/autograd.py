@@ -83,7 +83,7 @@ class _Node(msgspec.Struct):
     multiplies: bool = False
     """Whether the gradients are matrix products."""
     gives_views: bool = False
-    """The same, and they are views."""
+    """Whether the gradients are matrix products that autograd gives as views."""
     computed: int = 0
     """The item in which the gradients are computed, if autograd converts them then."""
 
@@ -103,7 +103,7 @@ class Tape:
         self.large: list[tuple[int, str]] = []
         """What is not small: bytes, and what it is for."""
         self.events: list[int] = []
-        """In their order: n where `large[n]` begins, ~n where it ends; PRODUCT, GRADIENT."""
+        """n where `large[n]` begins, ~n where it ends; or an event from PRODUCT on."""
         self.last_saved = 0
         """How many events there were when something was saved last. A second run ends there."""
         self.looked_back = -1
@@ -236,7 +236,7 @@ class Tape:
             step = None
             while self.again and saved:
                 saved.pop()
-            for (_, size), product in zip(weights, products, strict=False):
+            for (_, size), product in zip(weights if products else (), products, strict=True):
                 self._gradient_of(size, product)
             owns = [self._converted(*pair, item) for pair, (*_, item) in zip(found[::order], parents[::order], strict=True)]
             self._release(gradient)
@@ -261,8 +261,8 @@ class Tape:
         return found
 
     def _computed(self, step: _Node) -> tuple[list[tuple[_Gradient, list[_Gradient]]], list[_Gradient]]:
-        """The gradients of the operands, each with what exists until it is converted; and what the
-        gradients of weights are sums of, if there are sums to compute."""
+        """The gradients of the operands, each with what exists until it is converted; and the
+        products that are still to be summed into gradients of weights."""
         found, products = [], list[_Gradient]()
         if step.weights_first:
             products = self._of_weights(step)

@@ -124,7 +124,7 @@ def check_model(settings: Settings, config: Mapping[str, Any], *, is_new: bool =
     part = language_part(config)
     kind, longest, theta = str(part.get("model_type")), _positions(config), part.get("rope_theta")
     _check_task(settings, kind)
-    if kind in DECODERS and theta is not None and (type(theta) not in (int, float) or not theta > 0):
+    if kind in DECODERS and kind not in TABLES and theta is not None and (type(theta) not in (int, float) or not theta > 0):
         raise SettingsError("model.config.rope_theta", theta, "must be a number above 0")
     fails = is_new or (kind in TABLES and settings.task == "causal")
     if fails and longest is not None and settings.seq_len > longest:

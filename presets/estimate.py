@@ -117,16 +117,14 @@ class _Start(NamedTuple):
     """Bytes of what the model makes before its layers."""
 
     embedded: list[int]
-    """What the embeddings make, one of the other: the result, scaled, in another precision."""
+    """What the embeddings make, each from the one before: scaled, in another precision."""
     changed: list[int]
-    """What the model makes of that for the first layer of a stack, one of the other."""
+    """What the model makes of that for the first layer of a stack, each from the one before."""
     kept: list[int]
     """What lives until the backward pass ends."""
     biases: list[list[int]]
-    """Of each stack, what its first layer makes for the scores of all."""
-    remade: list[list[int]]
-    """Of each stack, what its first layer makes for the others. The checkpoint makes it again; the
-    first of them lives until then."""
+    """Of each stack, what its first layer makes for the scores of all; a checkpoint makes it again.
+    """
     added: list[int]
     """What lives until the forward pass of the last norm ends."""
     made: list[int]
@@ -282,7 +280,7 @@ class _Run:
         workspace = 0 if self.generation == CPU else 32 * _MIB if self.generation >= 90 else 8_519_680
         head, width = places.head or places.embeddings, self.tokens * self.shape.hidden
         loss = Loss(settings, self.shape, self.numbers, sequence, item=self.normed_item, capacity=self.capacity)
-        start, encoder = self._start(), self._tail()
+        start, encoder, checkpointed = self._start(), self._tail(), settings.gradient_checkpointing
         held = list[int]()
         for update in range(2):
             micro_batches = min(settings.accumulation, 1 + update)
@@ -303,7 +301,7 @@ class _Run:
                         if source >= 0:
                             encoded = sequence.forward(encoder.passes, source)
                             source = encoded.result
-                            sequence.end(beside, *([] if start.remade else biases))
+                            sequence.end(beside, *([] if checkpointed else biases))
                             embedded = sequence.chain(NOWHERE, start.embedded)
                         part.before, beside = source, embedded
                         sequence.begin_at(BIAS, next(stacks), biases)
@@ -315,8 +313,8 @@ class _Run:
                 engine.before_forward(places.tail)
                 normed = sequence.forward(tail.passes, source)
                 engine.after_forward(places.tail)
-                sequence.end(*added, beside, *([] if start.remade else biases[-2:]))
-                kept += biases[2:] if start.remade else []
+                sequence.end(*added, beside, *([] if checkpointed else biases[-2:]))
+                kept += biases[2:] if checkpointed else []
                 del biases[2:]
                 engine.before_forward(head)
                 # The model keeps what it scales for the head.
@@ -352,9 +350,9 @@ class _Run:
                 seen = sequence.begin(width * self.normed_item if self.shape.decoder_layers else 0, "temporary")
                 for part in reversed(places.layers):
                     engine.before_backward(part.unit)
-                    if part.is_first and start.remade:
+                    if part.is_first and checkpointed and biases:
                         sequence.end(biases.pop())
-                        sequence.begin_until(RECOMPUTED, BIAS, start.remade[len(biases)])
+                        sequence.begin_until(RECOMPUTED, BIAS, start.biases[len(biases)])
                     gradient = self._part_backward(sequence, part, gradient)
                     engine.after_backward(part.unit)
                     if part.is_first:
@@ -472,16 +470,16 @@ class _Run:
             # Without a kernel, a mask for layers of each of two kinds. Checkpoints keep them.
             masks = [settings.batch * self.square * item] * 2 if shape.kind == "gemma2" else []
             (kept if checkpointed else added).extend(masks)
-            return _Start(embedded, changed, [*kept, angles, angles], [[]], [], added, [], 0)
+            return _Start(embedded, changed, [*kept, angles, angles], [[]], added, [], 0)
         scores = shape.heads * self.square
         bias, zeros = scores * numbers.weights, scores * self._query_item
         # A mask for each sample, and the distances.
         kept += [self.tail.small_saved, 2 * settings.batch * self.square, *[8 * self.square] * (2 if numbers.full else 0)]
         made = [bias] if numbers.full else []
+        biases = [[bias], [bias, zeros]]
         if not checkpointed:
-            return _Start(embedded, changed, kept, [[bias], [bias, zeros]], [], added, made, 0)
-        remade = [[bias], [bias, zeros]]
-        return _Start(embedded, changed, kept, [[bias], [bias, zeros]], remade, added, [*made, zeros], 2 * zeros)
+            return _Start(embedded, changed, kept, biases, added, made, 0)
+        return _Start(embedded, changed, kept, biases, added, [*made, zeros], 2 * zeros)
 
 
 def _parts_of(layers: list[Stack]) -> list[_Part]:

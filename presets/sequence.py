@@ -83,17 +83,14 @@ class Passes(msgspec.Struct):
         forward, made = self.made_forward, self.made_backward or self.made_forward
         gradients = sum(made.sizes[number] for number in self.gradients)
         copies = sum(forward.sizes[~event] for event in self.ends)
-        return sum(self.saved_sizes()), copies, gradients
+        ends = {~event for event in self.ends}
+        saved = sum(forward.sizes[number] for number in _outliving(self.forward) if number not in ends)
+        return saved, copies, gradients
 
     @property
     def ends_source(self) -> bool:
         """Whether the forward pass ends what the layer gets."""
         return self.made_backward is None and any(outside == self.source for _, outside in self.forward)
-
-    def saved_sizes(self) -> list[int]:
-        """The sizes of what is kept until the backward pass."""
-        ends = {~event for event in self.ends}
-        return [self.made_forward.sizes[number] for number in _outliving(self.forward) if number not in ends]
 
 
 def _outliving(events: Events) -> list[int]:

@@ -109,8 +109,8 @@ class Plain(Engine):
         sequence.kept.clear()
 
     def _adafactor(self) -> None:
-        """What each parameter takes for a moment. Of equal layers, the third takes the places of
-        the second."""
+        """What each parameter takes for a moment. Of equal layers, which may take turns with those
+        of another kind, only the first two are played: the others take the places of the second."""
         sequence, change, copies = self._sequence, NOWHERE, list[int]()
         units = [unit for n, unit in enumerate(self._units) if n < 2 or unit.parameters is not self._units[n - 2].parameters]
         for one in (one for unit in units for one in unit.trained):

@@ -61,7 +61,8 @@ class Stage3(Sharded):
         self._later: list[Piece] = []
         """What the backward pass that runs will use."""
         self._waiting: list[tuple[Unit, int]] = []
-        """A unit with the gradient of its first parameter, both still to be reduced."""
+        """The last unit and the gradient of its first parameter: they are reduced when those of the
+        next unit exist."""
         numbers = itertools.count()
         # Norms and biases are never sharded.
         self._pieces = {
@@ -219,7 +220,6 @@ class Stage3(Sharded):
     def after_backward(self, unit: Unit, gradient: int = NOWHERE) -> None:
         for waiting in self._waiting:
             self._reduce(*waiting)
-        # The first gradient stays until the next one is there.
         self._waiting = [(unit, gradient)] if unit is self._units[-1] else []
         if not self._waiting:
             self._reduce(unit, gradient)

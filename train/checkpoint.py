@@ -225,9 +225,7 @@ def _mark(folder: Path, problem: str) -> None:
 def _put_back(folder: Path) -> None:
     """Finish what a kill between two renames has interrupted, and delete what else it has left:
     later, nothing tells whether somebody wants it."""
-    for leftover in leftovers(folder):
-        if is_folder(folder):
-            break
+    for leftover in [] if is_folder(folder) else leftovers(folder):
         try:
             read_manifest(leftover)
         except UnreadStateError:
@@ -236,7 +234,17 @@ def _put_back(folder: Path) -> None:
             continue  # It is only half written.
         leftover.rename(folder)
         sync(folder.parent)
-    _remove_leftovers(folder)
+        break
+    if not is_folder(folder) or _is_whole(folder):
+        _remove_leftovers(folder)
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        read_manifest(folder)
+    except BrokenStateError:
+        return False
+    return True
 
 
 def _move_into_place(temporary: Path, state_dir: Path, *, keep: int) -> None:

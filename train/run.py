@@ -309,7 +309,7 @@ def find_state(state_dir: Path, accelerator: Accelerator, channel: Channel) -> t
             )
         except OSError as error:
             where = error.filename or state_dir.parent
-            answer = f"{where}: cannot be moved into its place: {error.strerror}; start again when that is possible"
+            answer = f"{where}: cannot be made ready: {error.strerror}; start again when that is possible"
     answer = Ranks(accelerator).from_first(answer)
     if isinstance(answer, str):
         raise BadInputError(answer)

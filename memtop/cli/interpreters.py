@@ -100,7 +100,7 @@ _CLASS = re.compile(r"^class\b", re.MULTILINE)
 
 def _refused_by_transformers(python: Interpreter, config: Mapping[str, Any]) -> str | None:
     """Why it refuses a new model, as one line. Its files say that: to import it takes seconds. None
-    if it does not, or if they do not say."""
+    if transformers takes it, or if its files do not tell."""
     folder, kind = folder_of(python, "transformers"), str(config.get("model_type") or "")
     if not kind:
         return "model.config.model_type: missing; name a Hugging Face architecture such as llama"

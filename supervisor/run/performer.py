@@ -206,7 +206,7 @@ class Performer:
             case ReleaseState():
                 checkpoints.discard_held(self._folder.latest_state)
             case DiscardBeforeSpike():
-                checkpoints.discard_before_spike(self._folder.latest_state)
+                checkpoints.discard_before_spike(self._folder.latest_state, alive=model.alive)
             case GiveUp(why=why, usage=usage):
                 self.failure = UsageError(why) if usage else RunFolderError(why)
         return None

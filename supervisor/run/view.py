@@ -41,7 +41,7 @@ def read_state(folder: RunFolder) -> RunState:
     newest = folder.newest_attempt()
     state = file.run if file is not None else _without_state_file(folder)
     if not state.state.final and (original := original_of(folder, file)) is not None:
-        still = dict.fromkeys(("supervisor_pid", "trainer_pid", "stage", "eta_seconds"))
+        still = dict.fromkeys(("supervisor_pid", "trainer_pid", "stage", "eta_seconds", "proposal", "log_path"))
         still |= {"name": folder.name, "folder": str(folder.path), "alive": False, "doing": "copy"}
         return msgspec.structs.replace(state, reason=f"it is a copy of {original}, which runs; use that one", **still)
     if newest > state.attempt:
@@ -451,15 +451,15 @@ def is_ending(folder: RunFolder) -> bool:
 
 
 def refuse_living(folder: RunFolder) -> None:
-    """RefusedError if the program or the supervisor of the run lives.
-
-    The lock alone does not show that: a person may have removed its file.
-    """
+    """RefusedError if the program or the supervisor of the run lives. The lock alone does not show
+    that: a person may have removed its file."""
     require_own(folder.path)
     file = folder.state()
     # The supervisor of a run that is over is about to end.
     goes_on = file is not None and (file.restarts or not file.run.state.final)
     if trainer_alive(folder, folder.newest_attempt()) or (goes_on and supervisor_alive(folder)):
+        if (original := original_of(folder, file)) is not None:
+            raise RefusedError(f"run {folder.name!r}: it is a copy of {original}, which runs; use that one")
         raise RefusedError(f"run {folder.name!r} is in use: `memtop stop {folder.name}` first")
 
 

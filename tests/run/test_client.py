@@ -200,11 +200,13 @@ def test_another_run_in_the_place_of_a_renamed_one_leaves_it_alone(runs: Runs, m
     assert f"reason      it is a copy of {there}, which runs" in runs.memtop("show", "c").stdout
     listed = {line.split()[0]: line.split()[1] for line in runs.memtop("runs").stdout.splitlines()}
     assert (listed["a"], listed["c"]) == (runs.show("a")["state"], "copy")
-    by_another_way = runs.root / "way"
-    by_another_way.symlink_to(runs.path)
-    assert "copy" not in runs.memtop("show", "a", "--runs-dir", str(by_another_way)).stdout
+    said = runs.memtop("train", "--fresh", "--name", "c", "--detach", "--", "true", status=1).stderr
+    assert said == f"memtop: run 'c': it is a copy of {there}, which runs; use that one\n"
     shutil.rmtree(copied)
     there.rename(here)
+    there.symlink_to(here)
+    assert "copy" not in runs.memtop("show", "b").stdout
+    there.unlink()
     another.path.rename(there)
     starting.start_supervisor(RunFolder(there))
     runs.wait("a", lambda d: d["trainer_pid"] is not None)

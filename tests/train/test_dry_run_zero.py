@@ -109,7 +109,7 @@ CASES = [
     (Zero(stage=3), "bf16", {"method": "lora", "lora": Lora(r=8, alpha=16), "gradient_checkpointing": True}),
 ]
 USUAL = [CASES[number] for number in (0, 3, 5, 9)]
-"""Those of `make test`: each stage, offload, precision of 16 bits and change once."""
+"""Those of `make test`: each stage, offload, precision of 16 bits and change at least once."""
 
 
 @pytest.mark.parametrize(

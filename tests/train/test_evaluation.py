@@ -358,7 +358,7 @@ def test_a_state_that_cannot_be_moved_ends_the_resume_in_one_line(tmp_path: Path
     channel = trained(state, edited()).channel
     damage(state)
     (tmp_path / "damaged_state").touch()  # A folder cannot take its place.
-    why = f"{state}: cannot be moved into its place: Not a directory; start again when that is possible"
+    why = f"{state}: cannot be made ready: Not a directory; start again when that is possible"
     with pytest.raises(BadInputError, match=f"^{re.escape(why)}$"):
         find_state(state, Accelerator(cpu=True), channel)
     assert state.is_dir()

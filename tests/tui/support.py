@@ -37,25 +37,22 @@ from memtop.tui.store import Store, fold
 
 # Where there is no terminal, Textual renders each frame and drops it. That is a third of what a
 # dashboard takes in these tests, so `settle` renders at once all that has changed. A tenth goes
-# into the style sheets, which would be parsed again for each dashboard.
+# into the style sheets, which would be parsed again for each dashboard. See conftest.py.
 render_frame = Compositor.render_update
 _parse_rules = Stylesheet._parse_rules
 _parsed: dict[tuple[Any, ...], list[RuleSet]] = {}
 
 
-def _render_later(self: Compositor, *given: Any, **named: Any) -> RenderableType | None:
+def render_later(self: Compositor, *given: Any, **named: Any) -> RenderableType | None:
     return None if active_app.get().is_headless else render_frame(self, *given, **named)
 
 
-def _parse_once(self: Stylesheet, *given: Any, **named: Any) -> list[RuleSet]:
+def parse_once(self: Stylesheet, *given: Any, **named: Any) -> list[RuleSet]:
     asked = (given, *sorted(named.items()), *sorted(self._variables.items()))
     if asked not in _parsed:
         _parsed[asked] = _parse_rules(self, *given, **named)
     return _parsed[asked]
 
-
-Compositor.render_update = _render_later  # type: ignore[method-assign]
-Stylesheet._parse_rules = _parse_once  # type: ignore[method-assign]
 
 GIB = units.GIB
 NOW = 1_760_000_000.0

@@ -61,12 +61,16 @@ def living_supervisor(file: StateFile | None) -> int:
 
 
 def original_of(folder: RunFolder, file: StateFile | None) -> Path | None:
-    """The run that this folder is a copy of, if that one has a supervisor now."""
+    """The run that this folder is a copy of, if that one has a supervisor now. None also if it
+    cannot be read."""
     if file is None or file.run.folder == str(folder.path) or not (pid := living_supervisor(file)):
         return None
     original = Path(file.run.folder)
-    is_same = original.exists() and original.samefile(folder.path)  # by another way
-    return None if is_same or living_supervisor(RunFolder(original).state()) != pid else original
+    try:
+        is_same = original.samefile(folder.path)  # by another way
+        return None if is_same or living_supervisor(RunFolder(original).state()) != pid else original
+    except (OSError, RunFolderError):
+        return None
 
 
 def send(process: ProcessId, number: signal.Signals) -> str | None:

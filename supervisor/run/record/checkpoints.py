@@ -180,7 +180,7 @@ def discard_held(latest: Path) -> None:
     shutil.rmtree(_held(latest), ignore_errors=True)
 
 
-def discard_before_spike(latest: Path, *, alive: bool = True) -> None:
+def discard_before_spike(latest: Path, *, alive: bool) -> None:
     """Delete the state that the trainer has kept from before a spike of the loss, and what a kill
     has left of it: the next start would put it back. What a living trainer may be writing stays.
     """

@@ -1,0 +1,15 @@
+"""Tests of screens render once what nobody sees in between."""
+
+from __future__ import annotations
+
+import pytest
+from textual._compositor import Compositor
+from textual.css.stylesheet import Stylesheet
+
+from tests.tui.support import parse_once, render_later
+
+
+@pytest.fixture(autouse=True)
+def rendered_when_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Compositor, "render_update", render_later)
+    monkeypatch.setattr(Stylesheet, "_parse_rules", parse_once)
