@@ -81,9 +81,9 @@ class _Node(msgspec.Struct):
     joins: bool = False
     """Whether the results are parts of the operand."""
     multiplies: bool = False
-    """Whether the gradients are matrix products."""
+    """Whether the gradients are matrix products of their own."""
     gives_views: bool = False
-    """Whether the gradients are matrix products that autograd gives as views."""
+    """Whether they are matrix products that autograd gives as views."""
     computed: int = 0
     """The item in which the gradients are computed, if autograd converts them then."""
 
@@ -197,7 +197,7 @@ class Tape:
             weights_first,
             hidden,
             passes,
-            multiplies=multiplies or gives_views,
+            multiplies=multiplies,
             gives_views=gives_views,
             computed=computed,
         )
@@ -271,7 +271,7 @@ class Tape:
             item = step.computed or item
             own = self._make(count * item, item)
             own.is_view = step.gives_views
-            if step.multiplies:
+            if step.multiplies or step.gives_views:
                 self.product()
             if not step.computed:
                 while passing:

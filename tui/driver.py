@@ -97,7 +97,7 @@ def suspending(driver: type[Driver]) -> type[Driver]:
 
         def _suspend(self) -> None:
             self._leave_terminal()
-            os.kill(os.getpid(), signal.SIGSTOP)
+            signal.raise_signal(signal.SIGSTOP)
 
         def _resume(self) -> None:
             # After a SIGSTOP the terminal is as the shell left it.

@@ -19,7 +19,7 @@ from memtop.presets.decoding import decoder_of
 from memtop.supervisor.errors import MemtopError, NotRunningError, RefusedError, RunFolderError, UsageError
 from memtop.supervisor.monitor.processes.proc import is_stopped
 from memtop.supervisor.monitor.processes.signals import user_name
-from memtop.supervisor.run.processes.members import living_supervisor, original_of
+from memtop.supervisor.run.processes.members import living_supervisor, original_of, refused_copy
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ownership import require_own
 from memtop.supervisor.run.server import peer_of
@@ -320,7 +320,7 @@ def _unreadable(folder: RunFolder, why: str) -> RunFolderError:
 def _no_supervisor(folder: RunFolder, error: OSError | None) -> MemtopError:
     state = folder.state()
     if (copied := original_of(folder, state)) is not None:
-        return RefusedError(f"run {folder.name!r}: it is a copy of {copied}, which runs; use that one")
+        return refused_copy(folder, copied)
     if state is not None and state.run.folder != str(folder.path) and (pid := living_supervisor(state)):
         back = f"`mv -T {shlex.quote(str(folder.path))} {shlex.quote(state.run.folder)}`, then repeat the command"
         if Path(state.run.folder).exists():

@@ -20,7 +20,7 @@ from memtop.supervisor.run.grip import Grip, of_program
 from memtop.supervisor.run.last_update import lacks_update, with_last_update
 from memtop.supervisor.run.post_mortem.log_end import read_log_end
 from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, ExitFile, ProcessFile, RunningAttempt
-from memtop.supervisor.run.processes.members import RANKS_FILE, RanksFile, living_supervisor, original_of
+from memtop.supervisor.run.processes.members import RANKS_FILE, RanksFile, living_supervisor, original_of, refused_copy
 from memtop.supervisor.run.record.checkpoints import checked, newest_checkpoint
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, StateFile, read_derived, read_json
 from memtop.supervisor.run.record.grip_checkpoints import newest_for
@@ -459,7 +459,7 @@ def refuse_living(folder: RunFolder) -> None:
     goes_on = file is not None and (file.restarts or not file.run.state.final)
     if trainer_alive(folder, folder.newest_attempt()) or (goes_on and supervisor_alive(folder)):
         if (original := original_of(folder, file)) is not None:
-            raise RefusedError(f"run {folder.name!r}: it is a copy of {original}, which runs; use that one")
+            raise refused_copy(folder, original)
         raise RefusedError(f"run {folder.name!r} is in use: `memtop stop {folder.name}` first")
 
 

@@ -210,8 +210,8 @@ def test_the_backward_pass_of_few_layers_takes_what_the_dry_run_says(config: dic
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_make_and_end_their_tensors_in_torchs_order(kind: str, generation: int, values: dict[str, Any]) -> None:
-    """Where a large tensor fits is decided by the order, and by which one of several tensors of the
-    same size ends. Of the loss the estimate has fewer pieces."""
+    """The order decides where a large tensor fits. If several have the same size, it matters which
+    one is freed. The estimate has fewer pieces of the loss than the dry run."""
     config = drawn(random.Random(kind), kind).config
     config |= {name: 2 for name in ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers") if name in config}
     task = "seq2seq" if kind == "t5" else "causal"

@@ -1,4 +1,4 @@
-"""Tests of screens render once what nobody sees in between."""
+"""Tests of screens do not render the frames between two calls of `settle`: see support.py."""
 
 from __future__ import annotations
 

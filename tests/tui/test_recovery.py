@@ -101,7 +101,7 @@ async def test_it_opens_by_itself_and_shows_what_happened_and_what_can_be_done()
 async def test_why_peaks_of_several_remedies_are_not_known_is_said_once() -> None:
     reason = "nothing was measured with these settings yet"
     alike = tuple(replace(ALLOCATOR, id=f"r{number}", title=f"r{number}", forecast_unknown=reason) for number in range(3))
-    # That nobody foresees what a person types is no news.
+    # memtop never foresees a remedy that is a command to copy, so it gives no reason there.
     by_hand = replace(BY_HAND, forecast_unknown=reason)
     for remedies, said in (
         (

@@ -73,6 +73,11 @@ def original_of(folder: RunFolder, file: StateFile | None) -> Path | None:
         return None
 
 
+def refused_copy(folder: RunFolder, original: Path) -> RefusedError:
+    """For what is asked of a copy of a run that goes on."""
+    return RefusedError(f"run {folder.name!r}: it is a copy of {original}, which runs; use that one")
+
+
 def send(process: ProcessId, number: signal.Signals) -> str | None:
     """Signal this process. None if it got the signal, otherwise the reason why not; empty if it has
     ended."""
