@@ -377,7 +377,7 @@ def causal_layer(layer: Layer, shape: Shape, x: Tensor, kernel: Kernel, mask_byt
 def _attend(layer: Layer, shape: Shape, x: Tensor, kernel: Kernel, mask_bytes: int) -> Tensor:
     hidden, queries, keys = shape.hidden, shape.heads * shape.width, shape.key_heads * shape.width
     stream = x.item if shape.norm == "layer" else layer.numbers.stream
-    first = len(layer.parameters)
+    module, first = layer.begin(), len(layer.parameters)
     if shape.fused:
         name = "c_attn" if shape.kind == "gpt2" else "qkv_proj"
         whole = layer.linear(x, hidden, queries + 2 * keys, name, bias=shape.query_bias)
@@ -397,7 +397,8 @@ def _attend(layer: Layer, shape: Shape, x: Tensor, kernel: Kernel, mask_bytes: i
             key = layer.norm(key, shape.width, shape.norm)
         value = layer.linear(x, hidden, keys, "v_proj", bias=shape.query_bias)
         if shape.head_norms and not norms_at_once:
-            query, key = layer.norm(query, shape.width, shape.norm), layer.norm(key, shape.width, shape.norm)
+            query = layer.norm(query, shape.width, shape.norm)
+            key = layer.norm(key, shape.width, shape.norm)
         if kernel in ("eager", "math"):
             value = layer.headed(value)
     if not shape.positions:
@@ -421,16 +422,16 @@ def _attend(layer: Layer, shape: Shape, x: Tensor, kernel: Kernel, mask_bytes: i
         layer.parameters[first:] = [*layer.parameters[first + len(own) :], *own]
     if shape.kind == "gpt2":
         found = layer.dropout(found, shape.residual_dropout)
-    return found
+    return layer.end(module, found)
 
 
 def _inner(layer: Layer, shape: Shape, x: Tensor) -> Tensor:
-    hidden, inner = shape.hidden, shape.inner
+    hidden, inner, module = shape.hidden, shape.inner, layer.begin()
     if shape.kind == "gpt2":
         wide = layer.linear(x, hidden, inner, "c_fc", bias=True)
         wide = layer.activation(wide, shape.activation)
         wide = layer.linear(wide, inner, hidden, "c_proj", bias=True)
-        return layer.dropout(wide, shape.residual_dropout)
+        return layer.end(module, layer.dropout(wide, shape.residual_dropout))
     if shape.fused:
         # The gate is held until the end, and with it the whole result, for longer than the product.
         gate, other = layer.parts(layer.linear(x, hidden, 2 * inner, "gate_up_proj"), (inner, inner))
@@ -440,7 +441,7 @@ def _inner(layer: Layer, shape: Shape, x: Tensor) -> Tensor:
         other = layer.linear(x, hidden, inner, "up_proj", bias=shape.inner_bias)
         product = layer.multiply(gate, other)
         del gate, other
-    return layer.linear(product, inner, hidden, "down_proj", bias=shape.inner_bias)
+    return layer.end(module, layer.linear(product, inner, hidden, "down_proj", bias=shape.inner_bias))
 
 
 def t5_layer(
@@ -481,7 +482,7 @@ def t5_layer(
 
 
 def _t5_attend(layer: Layer, shape: Shape, x: Tensor, seen: Tensor, kernel: Kernel, bias: Tensor, *, batched: bool) -> Tensor:
-    heads, inner = shape.heads, shape.heads * shape.width
+    heads, inner, module = shape.heads, shape.heads * shape.width, layer.begin()
     query = layer.linear(x, shape.hidden, inner, "q")
     key = layer.linear(seen, shape.hidden, inner, "k")
     value = layer.linear(seen, shape.hidden, inner, "v")
@@ -496,4 +497,4 @@ def _t5_attend(layer: Layer, shape: Shape, x: Tensor, seen: Tensor, kernel: Kern
     del added
     found = layer.linear(found, inner, shape.hidden, "o")
     del query, key, value
-    return found
+    return layer.end(module, found)

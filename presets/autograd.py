@@ -20,6 +20,9 @@ RECOMPUTED = PRODUCT + 2
 """The event at which a checkpoint has run its layer again."""
 BIAS = PRODUCT + 3
 """Where a layer needs what is added to the scores of its attention."""
+MODULES = PRODUCT + 4
+"""From here on, four events for each of a layer's modules: it begins and ends, its backward pass
+begins and ends."""
 
 
 class Tensor:
@@ -86,6 +89,10 @@ class _Node(msgspec.Struct):
     """Whether they are matrix products that autograd gives as views."""
     computed: int = 0
     """The item in which the gradients are computed, if autograd converts them then."""
+    before: tuple[int, ...] = ()
+    """Events of modules of which the backward pass begins with this operation."""
+    after: tuple[int, ...] = ()
+    """The same of those that end with it."""
 
 
 class Tape:
@@ -227,10 +234,12 @@ class Tape:
             if step is None:
                 self.passed_on = gradient.numbers
                 continue
+            self.events += step.before
             if step.saved and self.looked_back < 0:
                 self.looked_back = len(self.events)
             found, products = (self._passed_on(step, gradient), []) if step.passes else self._computed(step)
             parents, saved, weights, looks_back = step.parents, list(step.saved), step.weights, bool(step.saved)
+            after = step.after
             # A product computes the gradient of its second factor first, and converts it last.
             order = -1 if step.computed else 1
             step = None
@@ -246,6 +255,7 @@ class Tape:
                 saved.pop(0)
             if weights:
                 self.events.append(GRADIENT)
+            self.events += after
             for (parent, *_), own in zip(parents, owns[::order], strict=True):
                 self._accumulate(gradients, parent, own)
 

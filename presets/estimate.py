@@ -289,9 +289,9 @@ class _Run:
                 engine.begin_forward()
                 engine.before_forward(places.embeddings)
                 embedded = sequence.chain(NOWHERE, start.embedded)
+                engine.after_forward(places.embeddings)
                 kept = [sequence.begin(size, "activations") for size in start.kept]
                 added = [sequence.begin(size, "activations") for size in start.added]
-                engine.after_forward(places.embeddings)
                 sequence.calls[PRODUCT] = partial(sequence.begin, 0 if update else workspace, "workspace")
                 source, beside, holds, encoded = -1, NOWHERE, list[int](), _NOT_RUNNING
                 biases, stacks = list[int](), iter(start.biases)
@@ -345,9 +345,7 @@ class _Run:
                 engine.before_backward(places.tail)
                 gradient = sequence.backward(normed, gradient)
                 engine.after_backward(places.tail)
-                summed = [sequence.begin(size, "temporary") for size in start.made]
-                is_view = not loss.in_pieces and numbers.weights == numbers.compute
-                seen = sequence.begin(width * self.normed_item if self.shape.decoder_layers else 0, "temporary")
+                is_view, summed, seen = not loss.in_pieces and numbers.weights == numbers.compute, list[int](), -1
                 for part in reversed(places.layers):
                     engine.before_backward(part.unit)
                     if part.is_first and checkpointed and biases:
@@ -355,6 +353,9 @@ class _Run:
                         sequence.begin_until(RECOMPUTED, BIAS, start.biases[len(biases)])
                     gradient = self._part_backward(sequence, part, gradient)
                     engine.after_backward(part.unit)
+                    if part is places.layers[-1]:
+                        summed = [sequence.begin(size, "temporary") for size in start.made]
+                        seen = sequence.begin(width * self.normed_item if self.shape.decoder_layers else 0, "temporary")
                     if part.is_first:
                         gradient = self._of_embeddings(sequence, gradient, start)
                         if self.holds_inputs:
@@ -410,8 +411,9 @@ class _Run:
 
     def _part_backward(self, sequence: Sequence, part: _Part, gradient: int) -> int:
         """`gradient`: of the part's result. Returns that of its input."""
+        again = sequence.begin_small(part.stack.small_again, "activations")
         gradient = sequence.backward(part.running, gradient)
-        sequence.end(*part.saved)
+        sequence.end(*part.saved, *again)
         for small in sequence.begin_small(part.stack.small_gradients, "gradients"):
             sequence.keep(small)
         sequence.end(part.before)
@@ -474,7 +476,8 @@ class _Run:
         scores = shape.heads * self.square
         bias, zeros = scores * numbers.weights, scores * self._query_item
         # A mask for each sample, and the distances.
-        kept += [self.tail.small_saved, 2 * settings.batch * self.square, *[8 * self.square] * (2 if numbers.full else 0)]
+        kept += [self.tail.small_saved, 2 * settings.batch * self.square]
+        kept += [8 * self.square] * (2 if numbers.full and not checkpointed else 0)
         made = [bias] if numbers.full else []
         biases = [[bias], [bias, zeros]]
         if not checkpointed:
@@ -483,6 +486,6 @@ class _Run:
 
 
 def _parts_of(layers: list[Stack]) -> list[_Part]:
-    parts = [_Part(Unit(one.parameters), one, is_first=not n) for n, one in enumerate(layers)]
+    parts = [_Part(Unit(one.parameters, one.matrices), one, is_first=not n) for n, one in enumerate(layers)]
     parts[0].stack = layers[0].first or layers[0]
     return parts

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from memtop.presets.autograd import Tape, Tensor
+from memtop.presets.autograd import MODULES, Tape, Tensor
 from memtop.presets.states import Numbers, Parameter
 
 Kernel = Literal["flash", "efficient", "math", "eager"]
@@ -27,9 +27,34 @@ class Layer(Tape):
         self.shares: Tensor | None = None
         """The second result of an attention: the layer holds it until its end."""
         self.parameters: list[Parameter] = []
+        self.matrices: dict[int, Parameter | None] = {}
+        """Of modules, by their first event, if ZeRO-3 gathers each when its module begins."""
         self.copies: list[Tensor] = []
         """Weights in 16 bits, which autocast keeps until the forward pass ends."""
         self.names: set[str] = set()
+
+    def begin(self, matrix: Parameter | None = None) -> tuple[int, int]:
+        """A module begins, which has this matrix. Returns its first event, and how many operations
+        there were before it."""
+        if not self.numbers.gathers:
+            return -1, -1
+        event = MODULES + 4 * len(self.matrices)
+        self.matrices[event] = matrix
+        self.events.append(event)
+        return event, len(self._nodes)
+
+    def end(self, module: tuple[int, int], result: Tensor) -> Tensor:
+        event, first = module
+        if event < 0:
+            return result
+        self.events.append(event + 1)
+        last = None if result.node is None else self._nodes[result.node]
+        if last is not None:
+            last.before = (event + 2, *last.before)
+            own = self._nodes[first] if first < len(self._nodes) else None
+            if own is not None:
+                own.after = (*own.after, event + 3)
+        return result
 
     def cast(self, x: Tensor, item: int) -> Tensor:
         return x if x.item == item else self._result(x.count, item, ((x, 0, x.item),))
@@ -60,6 +85,10 @@ class Layer(Tape):
         return self._result(x.count, x.item, ((x, (x.count, x.count), x.item),), (x,))
 
     def activation(self, x: Tensor, name: str) -> Tensor:
+        module = self.begin()
+        return self.end(module, self._activation(x, name))
+
+    def _activation(self, x: Tensor, name: str) -> Tensor:
         if name == "gelu_new":
             half = self.changed(x)
             wide = self.cast(x, 4) if self.numbers.autocast else x
@@ -93,6 +122,10 @@ class Layer(Tape):
 
     def norm(self, x: Tensor, width: int, kind: str) -> Tensor:
         """`llama`, `t5` and `gemma` differ in where they go back to 16 bits."""
+        module = self.begin()
+        return self.end(module, self._norm(x, width, kind))
+
+    def _norm(self, x: Tensor, width: int, kind: str) -> Tensor:
         if kind == "layer":
             return self._layer_norm(x, width)
         wide = self.cast(x, 4)
@@ -132,7 +165,15 @@ class Layer(Tape):
         compute, item, size = numbers.compute, numbers.kept if whole else numbers.weights, inputs * outputs
         count = x.count // inputs * outputs
         quantized = numbers.quantized and not whole
-        self.parameters.append(Parameter(outputs, inputs, 0 if quantized else item, numbers.full))
+        weight = Parameter(outputs, inputs, 0 if quantized else item, numbers.full)
+        self.parameters.append(weight)
+        adapters = list[Parameter]()
+        if name in numbers.targets or numbers.targets == ("all-linear",):
+            shapes = (numbers.rank, inputs), (outputs, numbers.rank)
+            adapters = [Parameter(*shape, numbers.adapters, True) for shape in shapes]
+            # peft's module asks for the precision of the first one, so ZeRO-3 gathers it then.
+            around = self.begin(adapters[0])
+        module = self.begin(weight)
         weights = [*self._vector(outputs)] if bias else []
         if quantized:
             narrow = self.cast(x, compute)
@@ -156,27 +197,32 @@ class Layer(Tape):
             kept = narrow if numbers.full or numbers.replaces_linear else None
             saved = (kept, copy) if bias else (copy, kept)
             found = self._result(count, compute, operands, saved, weights, gives_views=True, weights_first=first)
+            if numbers.replaces_linear and found.node is not None:
+                # What DeepSpeed's saves is saved when there is a result.
+                self.last_saved = len(self.events)
             self.product()
             del narrow, copy, operands, kept, saved
-        if not (name in numbers.targets or numbers.targets == ("all-linear",)):
+        self.end(module, found)
+        if not adapters:
             return found
         held = [found]
         del found
-        return self._adapted(x, held, inputs, outputs, quantized)
+        return self.end(around, self._adapted(x, held, inputs, adapters, quantized))
 
-    def _adapted(self, x: Tensor, held: list[Tensor], inputs: int, outputs: int, quantized: bool) -> Tensor:
+    def _adapted(self, x: Tensor, held: list[Tensor], inputs: int, adapters: list[Parameter], quantized: bool) -> Tensor:
         """`held` has the product without the adapter, and gives it up."""
         numbers, found = self.numbers, held.pop()
         rank, own = numbers.rank, numbers.adapters
         rows = x.count // inputs
-        self.parameters += [Parameter(rank, inputs, own, True), Parameter(outputs, rank, own, True)]
+        self.parameters += adapters
         if quantized:
             found = self.copied(found)
         if not (quantized and numbers.autocast):
             x = self.cast(x, own)
         kind = numbers.compute if numbers.autocast else own
 
-        def product(x: Tensor, count: int, size: int) -> Tensor:
+        def product(x: Tensor, count: int, weight: Parameter) -> Tensor:
+            module, size = self.begin(weight), weight.numbers
             weights: Sequence[tuple[int, int]] = ((0, size * own),)
             copy = None
             if kind != own:
@@ -186,12 +232,15 @@ class Layer(Tape):
             narrow = self.cast(x, kind)
             operands = [(narrow, 0, kind), *([] if copy is None else [(copy, 0, kind)])]
             found = self._result(count, kind, operands, (copy, narrow), weights, gives_views=True)
+            if numbers.replaces_linear and found.node is not None:
+                self.last_saved = len(self.events)
             self.product()
             del narrow, operands
-            return found
+            return self.end(module, found)
 
-        low = product(self.dropout(x, numbers.dropout), rows * rank, rank * inputs)
-        high = product(low, found.count, rank * outputs)
+        module = self.begin()
+        low = product(self.end(module, self.dropout(x, numbers.dropout)), rows * rank, adapters[0])
+        high = product(low, found.count, adapters[1])
         del low
         scaled = self.changed(high)
         del high

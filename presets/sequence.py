@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from memtop.presets.allocator import MIB, Allocator, CannotFit, rounded
-from memtop.presets.autograd import GRADIENT, PRODUCT, RECOMPUTED, Tensor
+from memtop.presets.autograd import GRADIENT, MODULES, PRODUCT, RECOMPUTED, Tensor
 from memtop.presets.layers import Layer
 from memtop.presets.states import Parameter
 
@@ -110,7 +110,11 @@ class Stack(msgspec.Struct):
     """The same until the forward pass ends: autocast's copies of weights."""
     small_gradients: int
     """Of weights."""
+    small_again: int
+    """Bytes of small tensors that a checkpoint saves when it runs the layer again."""
     parameters: list[Parameter]
+    matrices: dict[int, int]
+    """The places in `parameters` of those that modules gather, by the module's first event."""
     names: set[str]
     first: Stack | None = None
     """The layer as the first one of the model, if it gets something else there."""
@@ -134,7 +138,7 @@ def stack_of(run: Callable[[Layer], tuple[int, Tensor]], layer: Layer, unsaved: 
     events, source = layer.events, layer.inputs[-1]
     forward, ends, backward = events[:ran], events[ran:ended], events[began:]
     made = Tensors.of(layer.large)
-    again = None
+    again, small_again = None, 0
     copies = with_copies - saved
     if unsaved is not None:
         # Forward, a layer keeps only its result. Backward, it is run again up to what was saved
@@ -149,6 +153,8 @@ def stack_of(run: Callable[[Layer], tuple[int, Tensor]], layer: Layer, unsaved: 
         # The checkpoint holds the input until the last that was saved has been used.
         backward = [*(event for event in [*backward, RECOMPUTED, *rest] if event != ~source), ~source, *after]
         again = made
+        ran_again = split(events[:ended], set())
+        small_again = saved - sum(made.sizes[number] for number in _outliving(ran_again))
         saved, copies = size * item, copied
         found = run(unsaved)[1]
         unsaved.shares = None
@@ -176,7 +182,14 @@ def stack_of(run: Callable[[Layer], tuple[int, Tensor]], layer: Layer, unsaved: 
         small_saved=saved - large_saved,
         small_copies=copies - large_copies,
         small_gradients=layer.kept - large_gradients,
+        small_again=small_again,
         parameters=layer.parameters,
+        matrices={
+            module - MODULES: place
+            for module, matrix in layer.matrices.items()
+            for place, one in enumerate(layer.parameters)
+            if one is matrix
+        },
         names=layer.names,
     )
 
@@ -206,6 +219,10 @@ class Sequence:
         """Those that stay."""
         self.calls: dict[int, Callable[[], object]] = {}
         """What is called once, when this event comes next."""
+        self.on_module: Callable[[int], object] = self.reach
+        """What is called for each event of a module."""
+        self.take: Callable[..., object] = self.end
+        """What becomes of new gradients that do not stay."""
 
     def phase(self, name: Phase) -> None:
         self.phases.append((len(self.events), name))
@@ -230,9 +247,9 @@ class Sequence:
                 small += rounded(size)
         return [*large, *self.begin_small(small, use)]
 
-    def begin_small(self, size: int, use: str) -> list[int]:
+    def begin_small(self, size: int, use: str, stream: int = 0) -> list[int]:
         """Many tensors of at most 1 MiB."""
-        return [self.begin(min(MIB, size - start), use) for start in range(0, size, MIB)]
+        return [self.begin(min(MIB, size - start), use, stream) for start in range(0, size, MIB)]
 
     def chain(self, before: int, sizes: Iterable[int]) -> int:
         """Tensors of these sizes, each of which ends the one before. Returns the last."""
@@ -334,9 +351,11 @@ class Sequence:
             if moved:
                 made += sorted(moved.intersection(new))
             if outside == GRADIENT:
-                self.end(*made)
+                self.take(*made)
                 made.clear()
-            if outside >= PRODUCT:
+            if outside >= MODULES:
+                self.on_module(outside - MODULES)
+            elif outside >= PRODUCT:
                 self.reach(outside)
             elif keys.get(outside, NOWHERE) >= 0:
                 found.append(~keys[outside])

@@ -59,6 +59,8 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     replaces_linear: bool = False
     """Whether linear layers are DeepSpeed's own, which keep their input also if their weight gets
     no gradient."""
+    gathers: bool = False
+    """Whether ZeRO-3 gathers each weight when a module needs it."""
     full: bool = True
     """Whether everything is trained; otherwise only the adapters are."""
     quantized: bool = False
@@ -97,6 +99,7 @@ def numbers_of(settings: Settings, half: str | None) -> Numbers:
         autocast=autocast,
         narrow_norms=narrow_norms,
         replaces_linear=settings.zero.stage == 3,
+        gathers=settings.zero.stage == 3,
         full=full,
         quantized=quantized,
         rank=lora.r if lora else 0,

@@ -3,6 +3,7 @@ DeepSpeed."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Several
 
 import msgspec
@@ -18,6 +19,8 @@ class Unit(msgspec.Struct, eq=False):
     """Parameters that are used together: of a layer, or of the embeddings."""
 
     parameters: Several[Parameter]
+    matrices: Mapping[int, int] = {}
+    """Of a layer: see `Stack`."""
 
     @property
     def trained(self) -> list[Parameter]:

@@ -108,6 +108,11 @@ class Stages1And2(Sharded):
         """Bounds of the numbers in the bucket, which follow each other."""
         self._staying: list[int] = []
         """Gradients larger than the bucket that stay until all are reduced."""
+        self._left: list[tuple[int, int]] = []
+        """Bounds of the parameters of the unit whose backward pass runs, without those of which the
+        gradient is in the bucket."""
+        if self._partitions:
+            sequence.take = self._take
         self._sums: list[int] = []
         self._done: set[Unit] = set()
         ends = list(itertools.accumulate(unit.count for unit in self._units))
@@ -135,12 +140,22 @@ class Stages1And2(Sharded):
         if unit.count and self._separate:
             self._add_to_sums(unit, gradient)
         elif unit.count and self._partitions:
-            end, trained = self._starts[unit] + unit.count, unit.trained
-            for one in reversed(trained):
-                self._put_in_bucket(end - one.numbers, end, gradient if one is trained[0] else NOWHERE)
-                end -= one.numbers
+            for start, end in reversed(self._left):
+                self._put_in_bucket(start, end, gradient if start == self._starts[unit] else NOWHERE)
         else:
             self._sequence.end(gradient)
+
+    def before_backward(self, unit: Unit) -> None:
+        ends = list(itertools.accumulate((one.numbers for one in unit.trained), initial=self._starts[unit]))
+        self._left = list(itertools.pairwise(ends))
+
+    def _take(self, *gradients: int) -> None:
+        """New gradients of a layer: its last parameter of this size has it."""
+        for key in gradients:
+            count = self._sequence.sizes[key] // self._item
+            found = next(bounds for bounds in reversed(self._left) if bounds[1] - bounds[0] == count)
+            self._left.remove(found)
+            self._put_in_bucket(*found, key)
 
     def _add_to_sums(self, unit: Unit, gradient: int) -> None:
         """They are in fp32. A gradient ends when it has been added."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import deque
+from functools import partial
 
 import msgspec
 
@@ -18,6 +19,8 @@ from memtop.presets.zero import Sharded
 
 _GATHERING, _REDUCING = 1, 2
 """ZeRO-3 gathers and reduces on CUDA streams of its own. Stream 0 computes."""
+_CHECKPOINT = -1
+"""Uses a layer's frozen weights, beside its modules, while it runs the layer again."""
 
 
 class Gathered(msgspec.Struct, eq=False):
@@ -37,6 +40,9 @@ class Piece(msgspec.Struct, eq=False):
     """Its place in the model."""
     count: int
     """Its numbers."""
+    trained: bool
+    users: set[int] = msgspec.field(default_factory=set)
+    """The modules of its layer that run, and need it."""
     gathered: int = -1
     """Where it is, whole."""
     arrives: Gathered | None = None
@@ -54,27 +60,35 @@ class Stage3(Sharded):
         self._most = LIVE_PARAMETERS if zero.offload_parameters else 1_000_000_000
         self._ahead = int(0.9 * self._bucket)
         self._live = self._step = 0
+        self._is_backward = False
         self._order: list[Piece] = []
         """What one step after the other uses, known from the second forward pass on."""
         self._again: list[int] = []
         """How many numbers other steps use before one uses the same weight again."""
-        self._later: list[Piece] = []
-        """What the backward pass that runs will use."""
-        self._waiting: list[tuple[Unit, int]] = []
-        """The last unit and the gradient of its first parameter: they are reduced when those of the
-        next unit exist."""
+        self._recomputed: list[Piece] = []
+        """Frozen ones that a checkpoint has used. They stay until the backward pass of a module
+        ends."""
+        self._in_bucket: list[int] = []
+        """The numbers of each large gradient that waits to be reduced."""
+        self._small = self._taken = 0
+        """The numbers of all small ones that wait, and of the unit's large ones."""
+        self._staying: list[int] = []
+        """The gradients that are too large for the bucket."""
+        sequence.take = self._take
         numbers = itertools.count()
         # Norms and biases are never sharded.
-        self._pieces = {
-            unit: [Piece(next(numbers), one.numbers) for one in unit.parameters if one.numbers > self._persists]
+        self._of = {
+            unit: [
+                Piece(next(numbers), one.numbers, one.trained) if one.numbers > self._persists else None
+                for one in unit.parameters
+            ]
             for unit in self._units
         }
+        self._pieces = {unit: [piece for piece in pieces if piece is not None] for unit, pieces in self._of.items()}
         self._partition(arrive=bool(settings.model.get("path")))
         if self._keeps:
             sequence.begin(self._item * self._part, "weights")
-        # In so many numbers at a time they are updated.
-        group = min(self._part, self._most + self._largest // self._world)
-        self._groups = [min(group, self._part - start) for start in range(0, self._part, group)]
+        self._groups = self._updated_together()
         if not self._offloads:
             converted = NOWHERE
             for size in self._groups:
@@ -82,7 +96,7 @@ class Stage3(Sharded):
                 sequence.end(before)
                 sequence.begin(4 * size, "master weights")
             sequence.end(converted)
-            sequence.pass_through(4 * group)
+            sequence.pass_through(4 * max(self._groups))
         sequence.begin(self._item * self._bucket, "buckets")
         if not self._offloads:
             sequence.begin(4 * self._part, "gradients")
@@ -90,6 +104,16 @@ class Stage3(Sharded):
         whole = sequence.begin(self._item * self._largest, "temporary")
         sequence.pass_through(self._sent(self._largest))
         sequence.end(whole)
+
+    def _updated_together(self) -> list[int]:
+        """How many numbers of this process are updated at one time: of whole weights, and hardly
+        more than may be live."""
+        found = [0]
+        for one in (one for unit in self._units for one in unit.trained):
+            if found[-1] >= self._most:
+                found.append(0)
+            found[-1] += -(-one.numbers // self._world)
+        return found
 
     def _partition(self, *, arrive: bool) -> None:
         """Each whole weight makes room for this process's part. `arrive`: they are read from files,
@@ -133,16 +157,15 @@ class Stage3(Sharded):
         self._look_ahead()
 
     def _look_ahead(self) -> None:
-        """DeepSpeed does so before each module: about every second one has no weights."""
-        for _ in range(2):
-            together: list[Piece] = []
-            most = min(self._ahead, self._most - self._live)
-            while self._queue and most > 0:
-                one = self._next()
-                if not (one.gathered >= 0 or one.arrives is not None or one in together):
-                    together.append(one)
-                    most -= one.count
-            self._gather(together)
+        """DeepSpeed does so before each module."""
+        together: list[Piece] = []
+        most = min(self._ahead, self._most - self._live)
+        while self._queue and most > 0:
+            one = self._next()
+            if not (one.gathered >= 0 or one.arrives is not None or one in together):
+                together.append(one)
+                most -= one.count
+        self._gather(together)
 
     def _next(self) -> Piece:
         step, found = self._queue.popleft()
@@ -163,7 +186,7 @@ class Stage3(Sharded):
         else:
             for one in missing:
                 one.gathered = sequence.begin(self._item * one.count, "gathered weights", _GATHERING)
-        sequence.pass_through(self._sent(count), "gathered weights", _GATHERING)
+        sequence.end(*[sequence.begin(self._sent(one.count), "gathered weights", _GATHERING) for one in missing])
 
     def _split(self, piece: Piece) -> None:
         """This piece is used. The first of those that arrived together splits them up."""
@@ -181,7 +204,7 @@ class Stage3(Sharded):
         return 0 if self._keeps or self._world == 1 else self._item * count // self._world
 
     def _release(self, piece: Piece) -> None:
-        if piece.gathered >= 0:
+        if piece.gathered >= 0 and not piece.users:
             self._live -= piece.count
             self._sequence.end(piece.gathered)
             piece.gathered = NOWHERE
@@ -194,65 +217,114 @@ class Stage3(Sharded):
                 self._release(one)
 
     def before_forward(self, unit: Unit) -> None:
-        self._look_ahead()
-        for piece in self._pieces[unit][:-1]:
-            self._use(piece)
-            self._release_unused([piece])
-        for piece in self._pieces[unit][-1:]:
+        ahead = 1
+        if not self._is_backward and unit is self._units[0]:
+            # What computes the loss, the model and its trunk come first, and peft's two modules.
+            ahead = 3 if self._numbers.full else 5
+        elif not self._is_backward and unit is self._units[1]:
+            # After the one for positions.
+            ahead = 2
+        for _ in range(ahead):
+            self._look_ahead()
+        if unit.matrices:
+            self._sequence.on_module = partial(self._at_module, unit)
+            return
+        for piece in self._pieces[unit]:
             self._use(piece)
 
     def after_forward(self, unit: Unit) -> None:
-        self._release_unused(self._pieces[unit][-1:])
+        if not unit.matrices:
+            self._release_unused(self._pieces[unit])
+
+    def _at_module(self, unit: Unit, event: int) -> None:
+        """One of its modules begins or ends: see MODULES in autograd.py."""
+        module, event = event & ~3, event & 3
+        piece = self._of[unit][unit.matrices[module]] if module in unit.matrices else None
+        if event in (0, 2):
+            if piece is None:
+                self._look_ahead()
+                return
+            self._use(piece)
+            piece.users.add(module)
+            if event == 0 and self._is_backward and not piece.trained:
+                piece.users.add(_CHECKPOINT)
+                self._recomputed.append(piece)
+            return
+        if piece is not None:
+            piece.users.discard(module)
+            self._release_unused([piece])
+        if event == 3:
+            for one in self._recomputed:
+                one.users.discard(_CHECKPOINT)
+                self._release(one)
+            self._recomputed.clear()
 
     def before_backward(self, unit: Unit) -> None:
-        self._look_ahead()
-        pieces = self._pieces[unit]
-        self._later = pieces[:-1] if self._again else []
-        if self._settings.gradient_checkpointing and unit is not self._units[0] and len(pieces) > 1:
-            # Forward again. What is frozen is kept until the backward pass of what needs it.
-            for piece in pieces:
-                self._use(piece)
-                if self._numbers.full:
-                    self._release_unused([piece])
-        for piece in pieces[-1:] if self._again else reversed(pieces):
-            self._use(piece)
+        self._is_backward, self._taken = True, 0
+        self.before_forward(unit)
 
     def after_backward(self, unit: Unit, gradient: int = NOWHERE) -> None:
-        for waiting in self._waiting:
-            self._reduce(*waiting)
-        self._waiting = [(unit, gradient)] if unit is self._units[-1] else []
-        if not self._waiting:
-            self._reduce(unit, gradient)
+        self._take(gradient)
+        self._take_small(unit.count - self._taken)
         self.release(unit)
 
-    def _reduce(self, unit: Unit, gradient: int) -> None:
-        self._sequence.end(gradient)
-        if unit.count:
-            sequence = self._sequence
-            biggest = sorted((one.numbers for one in unit.trained), reverse=True)[:2]
-            # A gradient stays until the next one is there; the small ones go through the bucket.
-            first = [sequence.begin(self._item * size, "gradients") for size in biggest]
-            size = max([*biggest, min(self._bucket, unit.count)], default=0)
-            part = -(-size // self._world)
-            whole = sequence.begin(self._item * size if size <= self._bucket else 0, "temporary", _REDUCING)
-            own = sequence.begin(4 * part if self._item != 4 else 0, "temporary", _REDUCING)
-            if self._offloads:
-                # The sum so far, and in the last micro-batch a copy of it for its norm.
-                on_gpu = sequence.begin(4 * part, "temporary", _REDUCING)
-                sequence.pass_through(8 * part if self._last else 0, "temporary", _REDUCING)
-                sequence.end(on_gpu)
-            sequence.end(whole, own)
-            sequence.end(*first)
+    release = after_forward
 
-    def release(self, unit: Unit) -> None:
-        """Release its weights: the backward pass of the modules that use them has ended."""
-        pieces = self._pieces[unit]
-        self._release_unused(pieces[-1:] if self._again else pieces)
-        while self._later:
-            # What is gathered ahead takes the place of those before.
-            piece = self._later.pop()
-            self._use(piece)
-            self._release_unused([piece])
+    # --- gradients
+
+    def _take(self, *gradients: int) -> None:
+        """New gradients of large weights go into the bucket, or stay until it is reduced."""
+        for key in gradients:
+            if key < 0:
+                continue
+            count = self._sequence.sizes[key] // self._item
+            self._taken += count
+            self._make_room(count)
+            if self._waiting() + count <= self._bucket:
+                self._sequence.end(key)
+            else:
+                self._staying.append(key)
+            self._in_bucket.append(count)
+
+    def _take_small(self, count: int) -> None:
+        if count:
+            self._make_room(count)
+            self._small += count
+
+    def _waiting(self) -> int:
+        return sum(self._in_bucket) + self._small
+
+    def _make_room(self, count: int) -> None:
+        if self._waiting() + count > self._bucket:
+            self._reduce()
+
+    def _reduce(self) -> None:
+        """Average them over the processes, each of which gets a part."""
+        waiting = self._waiting()
+        if not waiting:
+            return
+        sequence, found, part = self._sequence, list[int](), -(-waiting // self._world)
+        joined = len(self._in_bucket) > 1 or self._small or waiting % self._world
+        whole = sequence.begin(self._item * part * self._world if joined else 0, "temporary", _REDUCING)
+        parts = [-(-count // self._world) for count in self._in_bucket]
+        if self._item != 4:
+            found = [sequence.begin(4 * one, "temporary", _REDUCING) for one in parts]
+            found += sequence.begin_small(4 * -(-self._small // self._world), "temporary", _REDUCING)
+            sequence.end(whole)
+            whole = NOWHERE
+        for one in parts if self._offloads else []:
+            # The sum so far, and in the last micro-batch a copy of it for its norm.
+            on_gpu = sequence.begin(4 * one, "temporary", _REDUCING)
+            sequence.pass_through(8 * one if self._last else 0, "temporary", _REDUCING)
+            sequence.end(on_gpu)
+        sequence.end(*self._staying, *found, whole)
+        self._in_bucket.clear()
+        self._staying.clear()
+        self._small = 0
+
+    def end_backward(self) -> None:
+        self._reduce()
+        self._is_backward = False
 
     def step(self) -> None:
         for pieces in self._pieces.values():
