@@ -51,8 +51,8 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     double_quantization: bool = True
     """With method qlora: the scales of the 4-bit weights are in 8 bits."""
     in_fp32: Literal["all", "vectors", "nothing"] = "vectors"
-    """With method qlora, of what is not in 4 bits: all as peft prepares a model, vectors as in the
-    built-in trainer."""
+    """With method qlora, of what is not in 4 bits: all as peft prepares a model, which converts it
+    on the GPU; vectors as in the built-in trainer."""
     weights: Literal["fp32", "bf16", "fp16"] = "fp32"
     autocast: Literal["bf16", "fp16"] | None = None
     bf16_residual: bool = False
