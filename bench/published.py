@@ -39,9 +39,8 @@ CONFIGS = {
     "Qwen2.5-1.5B": llama(1536, 8960, 28, 12, 2, 151936) | {"model_type": "qwen2"},
     "Qwen2.5-3B": llama(2048, 11008, 36, 16, 2, 151936) | {"model_type": "qwen2"},
     "Qwen2.5-7B": llama(3584, 18944, 28, 28, 4, 152064, tie_word_embeddings=False) | {"model_type": "qwen2"},
-    # Its window of 4096 tokens has all that a sample of a table here has.
     "Mistral-7B": llama(4096, 14336, 32, 32, 8, 32000, tie_word_embeddings=False)
-    | {"model_type": "mistral", "sliding_window": None},
+    | {"model_type": "mistral", "sliding_window": 4096},
     "SmolLM2-135M": llama(576, 1536, 30, 9, 3, 49152),
     "SmolLM2-360M": llama(960, 2560, 32, 15, 5, 49152),
     "SmolLM2-1.7B": llama(2048, 8192, 24, 32, 32, 49152),

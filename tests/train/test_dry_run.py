@@ -185,6 +185,13 @@ def test_the_peak_of_few_tokens_is_in_the_step_and_of_whole_logits_in_the_backwa
     assert forward[1] - forward[0] == pytest.approx(2 * 512 * 16_000, rel=0.03)
 
 
+def test_flash_attention_needs_no_mask_for_a_window() -> None:
+    config = {**LLAMA, "model_type": "mistral"}
+    whole, window = (foreseen(config={**config, "sliding_window": size}, attention="flash") for size in (None, 64))
+    assert window.allocated == whole.allocated
+    assert foreseen(config={**config, "sliding_window": 64}).allocated > whole.allocated
+
+
 def test_pieces_of_the_loss_hold_few_logits() -> None:
     whole, pieces = (foreseen(loss_chunk=chunk).components["logits"] for chunk in (0, 128))
     assert pieces < whole / 2
