@@ -17,6 +17,18 @@
 * `xmem`: the experiments of xMem: RTX 3060, T5-small in fp32 with Adam or AdamW, samples of at most
   128 tokens, bytes of the process. The CUDA context is not published; that of the T4 is subtracted.
   The same source publishes the answers of xMem, DNNMem and SchedTune, which are printed, too.
+* `rtx4080`: the benchmark results of can-i-finetune-this
+  (github.com/DaoyuanLi2816/can-i-finetune-this, commit 053ce9e, benchmarks/results): RTX 4080,
+  torch 2.6, transformers 5.8, peft 0.19, bitsandbytes 0.49. GiB; bf16, LoRA of rank 16, paged 8-bit
+  AdamW, all samples of the same length; 4-bit weights with double quantization, the rest in fp32.
+  With checkpointing, but for one row.
+* `a100`: the reference results of fms-acceleration
+  (github.com/foundation-model-stack/fms-acceleration, scripts/benchmarks/refs/a100_80gb.csv without
+  its own plugins, for which 4-bit weights count as none): A100, torch 2.4, transformers 4.48, peft
+  0.13, trl 0.13, bitsandbytes 0.43, flash-attn 2.7. Mistral-7B, packed samples of 4096 tokens,
+  checkpointing, Hugging Face's Trainer, torch's AdamW (foreach), LoRA of rank 16, nf4 with double
+  quantization. That transformers copies the logits for the loss, today's does not; so each row is
+  foreseen with both.
 
 Errors are signed, in percent of the measurement. The other tables also have the errors of other
 estimators for the allocated memory (`baselines.py`).
@@ -50,13 +62,18 @@ from bench.baselines import NO_ADAPTERS, baselines
 from bench.baselines import summary as baselines_summary
 from bench.common import report, versions
 from bench.published import (
+    A100,
     A6000,
     CONFIGS,
+    RTX4080,
     T4,
     T4_CONTEXT_BYTES,
     WIKI,
     XMEM,
+    a100_training,
     a6000_training,
+    copying_logits,
+    rtx4080_training,
     t4_training,
     wiki_training,
     xmem_training,
@@ -118,6 +135,31 @@ def xmem_rows(only: str) -> list[dict[str, Any]]:
             estimators = zip(("xMem", "DNNMem", "SchedTune"), said, strict=True)
             errors = {estimator: _error(size, measured) for estimator, size in estimators}
             rows.append(_row(name, training, foresee(training), errors, reserved=measured - T4_CONTEXT_BYTES))
+    return rows
+
+
+def rtx4080_rows(only: str) -> list[dict[str, Any]]:
+    rows = []
+    for *what, allocated, reserved in RTX4080:
+        model, method, special, batch, length = what
+        name = " ".join(filter(None, [model, method, special, f"{batch}x{length}"]))
+        if only in name:
+            training = rtx4080_training(*what)
+            rows.append(_row(name, training, foresee(training), allocated=allocated * GIB, reserved=reserved * GIB))
+    return rows
+
+
+def a100_rows(only: str) -> list[dict[str, Any]]:
+    rows = []
+    for *what, measured in A100:
+        method, precision, batch = what
+        name = f"Mistral-7B {method} {precision} {batch}x4096"
+        if only in name:
+            training = a100_training(*what)
+            with copying_logits():
+                row = _row(name, training, foresee(training), allocated=measured)
+            row["error_with_the_installed_loss"] = _error(foresee(training).allocated, measured)
+            rows.append(row)
     return rows
 
 
@@ -390,15 +432,20 @@ def main() -> None:
         return
     only = options.only
     a6000, t4, wiki, xmem = a6000_rows(only), t4_rows(only), wiki_rows(only), xmem_rows(only)
+    rtx4080, a100 = rtx4080_rows(only), a100_rows(only)
     results = {
         "summary": summary(a6000 + t4),
         "summary_wiki": summary(wiki),
         "summary_xmem": summary(xmem),
+        "summary_rtx4080": summary(rtx4080),
+        "summary_a100": summary(a100),
         "baselines": baselines_summary(a6000 + t4),
         "a6000": a6000,
         "t4": t4,
         "wiki": wiki,
         "xmem": xmem,
+        "rtx4080": rtx4080,
+        "a100": a100,
     }
     packages = versions("torch", "transformers", "peft", "bitsandbytes", "accelerate", "deepspeed")
     report("predict", {"versions": packages, **msgspec.to_builtins(results)})

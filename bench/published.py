@@ -3,7 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from transformers.loss import loss_utils
 
 from memtop.presets.schema import ATTENTION_TARGETS, Lora
 from memtop.train.dry_run.build import Training
@@ -28,7 +35,12 @@ CONFIGS = {
     "Llama-3.2-3B": llama(3072, 8192, 28, 24, 8, 128256, head_dim=128),
     "Llama-3.1-8B": llama(4096, 14336, 32, 32, 8, 128256, tie_word_embeddings=False),
     "Llama-3.1-70B": llama(8192, 28672, 80, 64, 8, 128256, tie_word_embeddings=False),
+    "Qwen2.5-0.5B": llama(896, 4864, 24, 14, 2, 151936) | {"model_type": "qwen2"},
     "Qwen2.5-1.5B": llama(1536, 8960, 28, 12, 2, 151936) | {"model_type": "qwen2"},
+    "Qwen2.5-3B": llama(2048, 11008, 36, 16, 2, 151936) | {"model_type": "qwen2"},
+    "Qwen2.5-7B": llama(3584, 18944, 28, 28, 4, 152064, tie_word_embeddings=False) | {"model_type": "qwen2"},
+    "Mistral-7B": llama(4096, 14336, 32, 32, 8, 32000, tie_word_embeddings=False)
+    | {"model_type": "mistral", "sliding_window": 4096},
     "SmolLM2-135M": llama(576, 1536, 30, 9, 3, 49152),
     "SmolLM2-360M": llama(960, 2560, 32, 15, 5, 49152),
     "SmolLM2-1.7B": llama(2048, 8192, 24, 32, 32, 49152),
@@ -90,6 +102,33 @@ XMEM = (
 )
 """Batch, the bytes of the process, and what xMem, DNNMem and SchedTune said of it."""
 
+RTX4080 = (
+    ("Qwen2.5-0.5B", "lora", "", 1, 1024, 3.0324, 3.7949),
+    ("Qwen2.5-0.5B", "qlora", "", 1, 1024, 3.1158, 3.3027),
+    ("Qwen2.5-0.5B", "qlora", "", 1, 2048, 5.5220, 6.2812),
+    ("Qwen2.5-1.5B", "qlora", "", 1, 512, 2.7943, 2.9062),
+    ("Qwen2.5-1.5B", "qlora", "", 1, 1024, 4.0413, 4.3574),
+    ("Qwen2.5-1.5B", "qlora", "", 1, 2048, 6.5324, 7.0977),
+    ("Qwen2.5-1.5B", "qlora", "", 1, 4096, 11.5068, 13.5566),
+    ("Qwen2.5-1.5B", "qlora", "", 2, 1024, 6.5311, 6.8809),
+    ("Qwen2.5-1.5B", "qlora", "all activations", 1, 1024, 9.3413, 9.5527),
+    ("Qwen2.5-3B", "qlora", "", 1, 1024, 5.1719, 5.5371),
+    ("Qwen2.5-7B", "qlora", "", 1, 1024, 10.0023, 11.2324),
+)
+"""Model, method, what is special, batch, length; allocated and reserved at most, in GiB."""
+
+A100 = (
+    ("full", "pure", 4, 72434837504),
+    ("full", "pure", 8, 72435230720),
+    ("lora", "pure", 4, 26704571904),
+    ("lora", "pure", 8, 38742912512),
+    ("qlora", "amp", 4, 16373838336),
+    ("qlora", "amp", 8, 28412178944),
+    ("qlora", "amp, norms in fp32", 4, 20669338112),
+    ("qlora", "amp, norms in fp32", 8, 37002646016),
+)
+"""Method, precision, batch, and the bytes allocated at most."""
+
 T4_CONTEXT_BYTES = round(140.9 * (1 << 20))
 """The CUDA context of the T4's processes: what they held in addition to torch's reserved memory."""
 
@@ -131,6 +170,55 @@ def t4_training(model: str, method: Any, attention: Any, batch: int, length: int
         outputs_until="step",
         generation=75,
     )
+
+
+def rtx4080_training(model: str, method: Any, special: str, batch: int, length: int) -> Training:
+    return Training(
+        config=CONFIGS[model],
+        method=method,
+        lora=Lora(r=16, alpha=16, targets=ATTENTION_TARGETS),
+        in_fp32="all",
+        weights="bf16",
+        batch=batch,
+        seq_len=length,
+        gradient_checkpointing=special != "all activations",
+        optimizer="paged_adamw_8bit",
+        loss="whole",
+        outputs_until="next",
+        generation=89,
+    )
+
+
+def a100_training(method: Any, precision: str, batch: int) -> Training:
+    return Training(
+        config=CONFIGS["Mistral-7B"],
+        method=method,
+        lora=None if method == "full" else Lora(r=16, alpha=16, dropout=0.1, targets=ATTENTION_TARGETS),
+        in_fp32="vectors" if "norms" in precision else "nothing",
+        weights="bf16",
+        autocast=None if precision == "pure" else "bf16",
+        batch=batch,
+        seq_len=4096,
+        gradient_checkpointing=True,
+        attention="flash",
+        optimizer="adamw_foreach",
+        loss="whole",
+        generation=80,
+    )
+
+
+@contextmanager
+def copying_logits() -> Iterator[None]:
+    """Let models compute their loss as with the transformers of the A100's rows, 4.48: of a copy of
+    the logits in fp32 without those of the last token."""
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **options: Any) -> torch.Tensor:
+        wide = logits.float()
+        copied = wide[:, :-1].contiguous().view(-1, vocab_size)
+        return F.cross_entropy(copied, labels[:, 1:].reshape(-1))
+
+    with mock.patch.dict(loss_utils.LOSS_MAPPING, ForCausalLM=loss):
+        yield
 
 
 def xmem_training(batch: int) -> Training:

@@ -51,8 +51,8 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     double_quantization: bool = True
     """With method qlora: the scales of the 4-bit weights are in 8 bits."""
     in_fp32: Literal["all", "vectors", "nothing"] = "vectors"
-    """With method qlora, of what is not in 4 bits: all as peft prepares a model, vectors as in the
-    built-in trainer."""
+    """With method qlora, of what is not in 4 bits: all as peft prepares a model, which converts it
+    on the GPU; vectors as in the built-in trainer."""
     weights: Literal["fp32", "bf16", "fp16"] = "fp32"
     autocast: Literal["bf16", "fp16"] | None = None
     bf16_residual: bool = False
@@ -70,8 +70,9 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     """The built-in trainer's, with the head run in pieces; or Hugging Face's own."""
     loss_chunk: int = -1
     """With loss in pieces, the setting of that name; -1 needs a capacity."""
-    outputs_until: Literal["loss", "backward", "step"] = "loss"
-    """With whole loss, up to the end of what a variable keeps the logits."""
+    outputs_until: Literal["loss", "backward", "step", "next"] = "loss"
+    """With whole loss, up to the end of what a variable keeps the logits; next: of the next forward
+    pass, as in a loop that only assigns it."""
     keep_gradients: bool = False
     """Gradients are set to zero between updates instead of released."""
     world_size: Positive = 1
@@ -280,6 +281,9 @@ def _in_4_bits(training: Training, model: Any, kind: torch.dtype) -> None:
             in_fp32 = kind == torch.float16 and not {*name.split(".")}.isdisjoint(kept)
             vector = training.in_fp32 == "vectors" and parameter.dim() == 1
             wide = training.in_fp32 == "all" or vector or in_fp32
+            # DeepSpeed gives every weight its precision anew.
+            if training.in_fp32 == "all" and not in_fp32 and not training.zero.stage:
+                parameter.read_in = kind  # type: ignore[attr-defined]
             parameter.data = parameter.data.to(torch.float32 if wide else kind)
 
 
@@ -297,6 +301,16 @@ def make_fake(model: torch.nn.Module, mode: FakeTensorMode, trace: Trace, loaded
             if id(tensor) not in known:
                 known[id(tensor)] = _fake(tensor, mode, trace, loaded)
             tensors[name] = known[id(tensor)]
+        if not trained:
+            _convert(model, trace)
+
+
+def _convert(model: torch.nn.Module, trace: Trace) -> None:
+    """Bring to fp32 what was read in 16 bits, as peft does: one after the other, on the GPU."""
+    for parameter in model.parameters():
+        if hasattr(parameter, "read_in"):
+            parameter.data = parameter.data.to(torch.float32)
+            trace.count(parameter.data, "weights")
 
 
 def build_on_host(model: torch.nn.Module, mode: FakeTensorMode, trace: Trace, built_in: torch.dtype) -> list[torch.Tensor]:
@@ -324,9 +338,15 @@ def _places(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode, trace: Trace, loaded: torch.dtype) -> torch.Tensor:
     if hasattr(tensor, "quant_type"):
         return _fake_4_bits(tensor, mode, trace, loaded)
-    found = empty(mode, tensor.shape, tensor.dtype)
+    read_in = getattr(tensor, "read_in", None)
+    found = empty(mode, tensor.shape, read_in or tensor.dtype)
     trace.count(found, "weights")
-    return torch.nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else found
+    if not isinstance(tensor, torch.nn.Parameter):
+        return found
+    parameter = torch.nn.Parameter(found, tensor.requires_grad)
+    if read_in is not None:
+        parameter.read_in = read_in  # type: ignore[attr-defined]
+    return parameter
 
 
 def _fake_4_bits(tensor: Any, mode: FakeTensorMode, trace: Trace, loaded: torch.dtype) -> torch.Tensor:

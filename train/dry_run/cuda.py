@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+from transformers import masking_utils
 
 from memtop.train.dry_run.trace import Kernels
 from memtop.train.objective import without_mask_checks
@@ -42,10 +43,30 @@ def allocating_like_cuda(
 
     torch.is_autocast_enabled = enabled
     try:
-        with without_mask_checks(), _LikeCuda(generation, attention, answers):
+        with without_mask_checks(), _windows_without_masks(attention), _LikeCuda(generation, attention, answers):
             yield
     finally:
         torch.is_autocast_enabled = own
+
+
+@contextmanager
+def _windows_without_masks(attention: Attention) -> Iterator[None]:
+    """The flash-attn package takes a window as a number. For torch's attention, transformers makes
+    a mask of one that is not longer than the samples."""
+    if attention != "flash":
+        yield
+        return
+    masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    own = masks["sdpa"]
+
+    def mask(*args: Any, attention_mask: torch.Tensor | None = None, **options: Any) -> Any:
+        return None if attention_mask is None else own(*args, attention_mask=attention_mask, **options)
+
+    masks["sdpa"] = mask
+    try:
+        yield
+    finally:
+        del masks["sdpa"]
 
 
 def backward(loss: torch.Tensor) -> None:

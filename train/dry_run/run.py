@@ -287,7 +287,8 @@ def _train(training: Training, model: Any, mode: FakeTensorMode, trace: Trace, f
                         outputs = None
             with trace.phase("optimizer"):
                 engine.step()
-                del loss, outputs
+                if training.outputs_until != "next":
+                    del loss, outputs
     return engine
 
 
