@@ -266,7 +266,8 @@ class Stage3(Sharded):
     def after_backward(self, unit: Unit, gradient: int = NOWHERE) -> None:
         self._take(gradient)
         self._take_small(unit.count - self._taken)
-        self.release(unit)
+        if unit is not self._units[0]:
+            self.release(unit)
 
     release = after_forward
 
@@ -324,6 +325,8 @@ class Stage3(Sharded):
 
     def end_backward(self) -> None:
         self._reduce()
+        # DeepSpeed sees no end of the embeddings' backward pass: their input has no gradient.
+        self.release(self._units[0])
         self._is_backward = False
 
     def step(self) -> None:

@@ -190,14 +190,77 @@ def test_a_published_model_at_its_whole_depth_takes_what_the_dry_run_says(name: 
             {"method": "lora", "lora": replace(ALL, targets=("q", "v")), "task": "seq2seq", "batch": 1, "seq_len": 1024},
             id="the first layer's checkpoint makes the distances again",
         ),
+        pytest.param(
+            T5 | {"num_layers": 2, "num_decoder_layers": 4, "d_model": 1024, "num_heads": 16, "d_ff": 2816},
+            FULL | SHARDED | {"zero": Zero(stage=3), "precision": "fp32", "task": "seq2seq", "batch": 2, "seq_len": 1024},
+            id="the distances get a gradient only from the last layer on",
+        ),
+        pytest.param(
+            LLAMA | {"model_type": "gemma", "num_hidden_layers": 4, "vocab_size": 256_000, "num_key_value_heads": 2},
+            {
+                "zero": Zero(stage=3, offload_optimizer=True, offload_parameters=True),
+                "world_size": 2,
+                "method": "lora",
+                "lora": replace(ALL, r=8, targets=("all-linear",)),
+                "precision": "fp32",
+                "batch": 16,
+            },
+            id="the embeddings are gathered ahead, in the middle of the backward pass",
+        ),
+        pytest.param(
+            LLAMA | {"num_hidden_layers": 2, "vocab_size": 50257, "tie_word_embeddings": False},
+            FULL
+            | {"zero": Zero(stage=3, offload_optimizer=True, offload_parameters=True), "accumulation": 4}
+            | {"precision": "fp32", "batch": 1},
+            id="the embeddings' weights stay until their gradient is reduced",
+        ),
     ],
 )
 def test_the_backward_pass_of_few_layers_takes_what_the_dry_run_says(config: dict[str, Any], values: dict[str, Any]) -> None:
-    checkpointed = settings(**values, gradient_checkpointing=True, model={"config": config})
-    one = Compared(checkpointed, config, 86, 79 * GIB)
+    one = Compared(settings(**{"gradient_checkpointing": True} | values, model={"config": config}), config, 86, 79 * GIB)
     found = estimate(one.settings, config, generation=86, capacity=one.capacity)
     exact = next(peak for peak in one.foreseen().phases if peak.phase == "backward")
     assert -0.02 <= found.peaks["backward"] / exact.allocated - 1 <= 0.02
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("llama", {"method": "lora", "lora": replace(ALL, targets=("all-linear",)), "gradient_checkpointing": True}),
+        ("gemma3_text", FULL),
+        pytest.param("gpt2", FULL | {"gradient_checkpointing": True}, marks=pytest.mark.long),
+        pytest.param("t5", FULL | {"task": "seq2seq"}, marks=pytest.mark.long),
+    ],
+)
+def test_zero_3_gathers_weights_in_deepspeeds_order(kind: str, values: dict[str, Any]) -> None:
+    config = drawn(random.Random(kind), kind).config
+    config |= {name: 2 for name in ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers") if name in config}
+    one = settings(**values, zero=Zero(stage=3), world_size=2, precision="fp32", model={"config": config})
+    training = training_of(one, generation=80, capacity=79 * GIB)
+    trace = recorded(training, config_of(training))[0]
+    run = _Run(one, shape_of(config), 80, 79 * GIB)
+    run.estimate()
+    found = run.sequence
+
+    def gathered(sizes: list[int], streams: list[int], events: list[int], phases: list[tuple[int, Phase]]) -> list[int]:
+        """MiB of what begins on that stream in the last update."""
+        start = max(start for start, phase in phases if phase == "forward")
+        keys = [event for event in events[start:] if event >= 0 and streams[event] == 1]
+        return [round(sizes[key] / MIB) for key in keys if sizes[key] >= MIB]
+
+    sizes, streams = [one.size for one in trace.allocations], [one.stream for one in trace.allocations]
+    exact = gathered(sizes, streams, trace.events, trace.phases)
+    estimated = gathered(found.sizes, found.streams, found.events, found.phases)
+    assert SequenceMatcher(None, exact, estimated, autojunk=False).ratio() > 0.95
+
+
+def test_zero_2_reduces_a_full_bucket_in_the_middle_of_a_layer() -> None:
+    config = LLAMA | {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 2, "num_key_value_heads": 16}
+    values = FULL | {"zero": Zero(stage=2), "precision": "fp16", "batch": 32, "seq_len": 256, "loss_chunk": -1}
+    one = Compared(settings(**values, model={"config": config}), config, 75, 24 * GIB)
+    found = estimate(one.settings, config, generation=75, capacity=one.capacity).peaks["backward"]
+    exact = next(peak for peak in one.foreseen().phases if peak.phase == "backward")
+    assert -0.02 <= found / exact.allocated - 1 <= 0.02
 
 
 @pytest.mark.parametrize(
