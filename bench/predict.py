@@ -384,6 +384,8 @@ def closed_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
                     "highest": max(errors),
                     "outside": sum(not -3 <= error <= 15 for error in errors),
                 }
+    ratios = sorted(row["reserved_mib"] / row["allocated_mib"] for row in rows)
+    found["reserved_per_allocated"] = {"lowest": round(ratios[0], 3), "highest": round(ratios[-1], 3)}
     times = sorted(row["microseconds"] for row in rows)
     found["microseconds"] = {"median": times[len(times) // 2], "95 %": times[len(times) * 95 // 100]}
     return found
