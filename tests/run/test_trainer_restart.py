@@ -118,3 +118,20 @@ def test_a_program_that_does_not_start_returns_to_the_settings_before(runs: Runs
     assert "; batch 4 x 1 -> 1 x 1: ! the effective batch changes from 4 to 1" in told
     runs.wait("a", lambda d: d["state"] == "finished")
     assert [(update, batch) for update, batch, _ in updates(runs)][47:] == [(48, 4), (49, 1), (50, 1)]
+
+
+def test_a_program_that_is_stopped_after_its_last_update_has_finished(runs: Runs) -> None:
+    start(runs, "never-saves", "goes-on")
+    log = runs.path / "a/attempts/0001/output.log"
+    runs.wait("a", lambda d: d["updates"] == 48 and "trained" in log.read_text())
+    stopped = runs.memtop("stop", "a")
+    assert "SIGINT to the program; its training is complete, and what it still saves is up to it\n" in stopped.stderr
+    assert stopped.stdout.startswith("finished: its training was complete before the program was stopped; SIGINT sent to pid")
+    document = runs.wait("a", lambda d: d["supervisor_pid"] is None)
+    assert (document["state"], document["updates"]) == ("finished", 48)
+    told = runs.memtop("restart", "a", "--detach", status=2).stderr
+    assert told == (
+        "memtop: nothing is left to train: 48 updates are done, and the length is 48; it has no complete checkpoint; "
+        "`memtop restart a --set position=lost` trains it again from zero\n"
+    )
+    assert [update for update, _, _ in updates(runs)] == list(range(1, 49))

@@ -9,6 +9,7 @@ never-saves: it saves no checkpoint.
 runs-out: in update 7 the kernel refuses memory for a batch of more than 2.
 catches: the same happens in update 3, but it goes on.
 waits: after update 17, until there is a file `go`.
+goes-on: after the training, until there is a file `go`.
 
 It writes the samples of each update to updates.jsonl. If no memory is to run out, its first attempt
 trains slowly from update 15 on, in the second epoch, so that a restart comes in between.
@@ -71,7 +72,7 @@ class Written(TrainerCallback):
         if "waits" in sys.argv:
             while state.global_step == 17 and not pathlib.Path("go").exists():
                 time.sleep(0.05)
-        elif first and state.global_step >= 15 and "runs-out" not in sys.argv:
+        elif first and state.global_step >= 15 and not {"runs-out", "goes-on"} & {*sys.argv}:
             time.sleep(0.5)
 
 
@@ -97,3 +98,7 @@ if "begins-again" in sys.argv and not first:
     Trainer.train.__wrapped__(trainer)  # not what memtop's agent has made of it
 else:
     trainer.train()
+if "goes-on" in sys.argv:
+    print("trained", flush=True)
+    while not pathlib.Path("go").exists():
+        time.sleep(0.05)
