@@ -21,7 +21,7 @@ def newest_checkpoint(folders: Iterable[Path], since: float, *, of_trainer: bool
     unless `of_trainer`."""
     found: dict[Path, float] = {}
     for folder in folders:
-        for entry in _entries(folder):
+        for entry in (entry for _, entries in _searched(folder) for entry in entries):
             saved = _saved_at(entry)
             wanted = program_checkpoints.is_name(entry.name) or not of_trainer
             if wanted and saved is not None and saved >= since:
@@ -40,8 +40,14 @@ def folders_of(command: Sequence[str], folder: Path) -> list[Path]:
     return list(dict.fromkeys([folder, *(path.resolve() for path in named)]))
 
 
-def _entries(top: Path) -> Iterator[os.DirEntry[str]]:
-    """What may be a checkpoint: not deep below the folder, and not among very many entries."""
+def folders_below(top: Path) -> list[Path]:
+    """The folders that are searched below this one."""
+    return [Path(folder) for folder, _ in _searched(top)][1:]
+
+
+def _searched(top: Path) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
+    """The folder and those below it, with what may be a checkpoint: not deep, and not among very
+    many entries."""
     waiting, left = [(str(top), 0)], _MOST_ENTRIES
     while waiting and left > 0:
         folder, depth = waiting.pop(0)
@@ -50,13 +56,15 @@ def _entries(top: Path) -> Iterator[os.DirEntry[str]]:
         except OSError:
             continue
         left -= len(entries)
+        found = []
         for entry in entries:
             if entry.name.startswith(".") or entry.name in _NOT_SEARCHED:
                 continue
             if program_checkpoints.is_name(entry.name) or Path(entry.name).suffix in _SUFFIXES:
-                yield entry
+                found.append(entry)
             elif depth + 1 < _DEPTH and entry.is_dir(follow_symlinks=False):
                 waiting.append((entry.path, depth + 1))
+        yield folder, found
 
 
 def _saved_at(entry: os.DirEntry[str]) -> float | None:

@@ -21,7 +21,7 @@ from memtop.supervisor.run.state import state_file
 from memtop.supervisor.wire import Change, Checkpoint, Outcome, Phase, Restart
 from tests.run.brain import RUN, Brain, end, proposal, row, states, taken_over, training
 
-GRIP = Grip(output_dir="/out", batch=8, accumulation=2)
+GRIP = Grip(output_dir="/out", batch=8, accumulation=2, since=RUN.created)
 FOUND = {"type": "trainer", "output_dir": "/out", "batch": 8, "accumulation": 2}
 HALF = Change(assignments={"batch": "4", "accumulation": "4"})
 NOTHING = Diagnosis(kind=Kind.NOT_MEMORY, confidence=0.9, summary="it failed")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from tests.conftest import Runs
+from tests.run.test_program_checkpoints import save
 
 PROGRAM = str(Path(__file__).with_name("trainer_program.py"))
 HALF = ("--batch", "2", "--accum", "2")
@@ -135,3 +138,14 @@ def test_a_program_that_is_stopped_after_its_last_update_has_finished(runs: Runs
         "`memtop restart a --set position=lost` trains it again from zero\n"
     )
     assert [update for update, _, _ in updates(runs)] == list(range(1, 49))
+
+
+def test_checkpoints_in_a_folder_below_that_of_the_arguments_are_found(runs: Runs) -> None:
+    below = runs.root / "out/exp1"
+    save(below, 40)  # of an earlier run
+    os.utime(below / "checkpoint-40/trainer_state.json", (1e9, 1e9))
+    answer = restart(runs, "saves-below")
+    assert re.match("restarting from the program's checkpoint at update 1[0-9], or a newer one; ", answer)
+    document = runs.wait("a", lambda d: d["state"] == "finished")
+    assert has_trained_on_all(updates(runs))
+    assert (document["checkpoint"]["path"], document["program"]["resumes"]) == (f"{below}/checkpoint-48", True)

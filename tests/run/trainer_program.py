@@ -6,6 +6,7 @@ ignores-batch: it sets its batch itself.
 begins-again: when it is started again, it begins from zero.
 fails-with-batch-2: it does not start with this batch.
 never-saves: it saves no checkpoint.
+saves-below: its Trainer saves into a folder below its output_dir.
 runs-out: in update 7 the kernel refuses memory for a batch of more than 2.
 catches: the same happens in update 3, but it goes on.
 waits: after update 17, until there is a file `go`.
@@ -52,6 +53,10 @@ def allocate(samples):
 
 
 class Recording(Trainer):
+    def _get_output_dir(self, trial):
+        folder = super()._get_output_dir(trial)
+        return f"{folder}/exp1" if "saves-below" in sys.argv else folder
+
     def training_step(self, model, inputs, *others):
         if "catches" in sys.argv and self.state.global_step == 2:
             try:

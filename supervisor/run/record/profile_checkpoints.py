@@ -77,8 +77,8 @@ def place_of(grip: Grip) -> Place | None:
     paths = [filled(path, {name: glob.escape(text) for name, text in grip.values.items()}) for path in profile.checkpoint.paths]
     known = tuple(os.path.normpath(Path(grip.cwd, path)) for path in paths if path is not None)
     given = any("{checkpoint}" in word for word in profile.resume.words)
-    if given and not known:
-        known = grip.seen
+    if given:
+        known = (*known, *grip.seen)
     return Place(paths=known, rule=profile.checkpoint, position=profile.position, given=given) if known else None
 
 

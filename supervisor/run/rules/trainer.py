@@ -125,6 +125,8 @@ def found(model: Model, report: TrainerFound, *, replayed: bool) -> Model:
     known = model.grip if model.grip is not None and model.grip.output_dir == report.output_dir else None
     grip = Grip(
         output_dir=report.output_dir,
+        saves_in="" if known is None else known.saves_in,
+        since=model.run.created,
         made_in=report.made_in,
         batch=report.batch,
         accumulation=report.accumulation,
@@ -146,9 +148,9 @@ def found(model: Model, report: TrainerFound, *, replayed: bool) -> Model:
 
 
 def saved(model: Model, report: Saved, *, replayed: bool) -> Model:
-    """The agent has seen where a program with a profile saves."""
+    """The agent has seen where the program saves."""
     grip = model.grip
-    if grip is None or grip.profile is None or report.path is None or (after := grip.with_seen_at(report.path)) is grip:
+    if grip is None or report.path is None or (after := grip.with_seen_at(report.path)) is grip:
         return model
     model = replace(model, grip=after)
     return model if replayed else emit(model, SaveState())
