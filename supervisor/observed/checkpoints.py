@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from memtop.supervisor.run.record import program_checkpoints
-from memtop.supervisor.run.record.whole_files import why_not_whole
+from memtop.supervisor.run.record.copies import size_of
+from memtop.supervisor.run.record.whole_files import why_no_whole_folder, why_not_whole
 from memtop.supervisor.wire import Checkpoint
 
 _DEPTH, _MOST_ENTRIES = 3, 3000
@@ -27,7 +28,7 @@ def newest_checkpoint(folders: Iterable[Path], since: float, *, of_trainer: bool
             if wanted and saved is not None and saved >= since:
                 found[Path(entry.path)] = saved
     for path in sorted(found, key=lambda one: found[one], reverse=True):
-        checkpoint = program_checkpoints.read(path) if path.is_dir() else _whole_file(path)
+        checkpoint = program_checkpoints.read(path) if program_checkpoints.is_name(path.name) else _whole(path)
         if checkpoint is not None and checkpoint.complete:
             return checkpoint
     return None
@@ -74,11 +75,11 @@ def _saved_at(entry: os.DirEntry[str]) -> float | None:
         return None
 
 
-def _whole_file(path: Path) -> Checkpoint | None:
-    """The file if its end has been written; None otherwise."""
-    if why_not_whole(path) is not None:
+def _whole(path: Path) -> Checkpoint | None:
+    """The file, or the folder of Lightning, if its end has been written; None otherwise."""
+    if (why_no_whole_folder(path) if path.is_dir() else why_not_whole(path)) is not None:
         return None
     with contextlib.suppress(OSError):
-        status = path.stat()
-        return Checkpoint(path=str(path), saved_at=status.st_mtime, size_bytes=status.st_size, complete=True)
+        saved = path.stat().st_mtime
+        return Checkpoint(path=str(path), saved_at=saved, size_bytes=size_of(path), complete=True)
     return None

@@ -29,7 +29,14 @@ from memtop.supervisor.run.record.convert import write_position
 from memtop.supervisor.run.record.copies import copy, remove, size_of, stamps
 from memtop.supervisor.run.record.folder import read_derived, write_json
 from memtop.supervisor.run.record.program_checkpoints import KEPT
-from memtop.supervisor.run.record.whole_files import Stamp, numbers_in, why_not_whole
+from memtop.supervisor.run.record.whole_files import (
+    LIGHTNING,
+    Stamp,
+    numbers_in,
+    values_file,
+    why_no_whole_folder,
+    why_not_whole,
+)
 from memtop.supervisor.wire import Checkpoint
 
 _RECORD = "kept.json"
@@ -163,6 +170,8 @@ def _problem(path: Path, needs: tuple[str, ...]) -> str | None:
     """Why the checkpoint is not complete."""
     if not path.is_dir():
         return why_not_whole(path)
+    if not needs:
+        return why_no_whole_folder(path) if path.suffix == LIGHTNING else None
     names = [str(Path(folder, name).relative_to(path)) for folder, _, inside in os.walk(path) for name in inside]
     times: list[int] = []
     last = 0
@@ -195,7 +204,7 @@ def _position(path: Path, place: Place) -> tuple[int | None, int | None]:
         if step is None:
             return None, None
         return int(step), None if epoch is None else int(epoch)
-    file = path if counter.file is None else path / counter.file
+    file = values_file(path) if counter.file is None else path / counter.file
     keys = (counter.key,) if counter.epoch_key is None else (counter.key, counter.epoch_key)
     numbers = numbers_in(file, keys)
     if counter.key not in numbers:
