@@ -244,3 +244,22 @@ def test_states_in_a_folder_below_that_of_the_command_are_found(strangers: Stran
     assert f"  from      update 20: {strangers.folder}/out/exp1/step_20; " in shown
     document = runs.wait("train", lambda document: document["state"] == "finished")
     assert (document["updates"], document["attempts"][0]["start_updates"], document["program"]["resumes"]) == (100, 20, True)
+
+
+def test_it_waits_for_a_save_that_goes_on(strangers: Strangers, runs: Runs) -> None:
+    slow = """part = pathlib.Path(_[-1], "part")
+    while done == 20 and not pathlib.Path("go").exists():
+        part.write_text("more")
+        time.sleep(0.05)"""
+    text = LOOP.replace('pathlib.Path("saving").touch()', slow).replace('save_state(f"states', 'save_state(f"out')
+    text = text.replace("\nresumed", '\nparser.add_argument("--output_dir")\nresumed', 1)
+    pid = strangers.start(text, "--output_dir", "out")
+    wait_for((strangers.folder / "out/step_20/part").exists)
+    with runs.start("adopt", str(pid), "--yes", "--detach", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as adopting:
+        told = next(line for line in adopting.stderr if "is saving" in line)
+        assert told.endswith(f"the program is saving {strangers.folder}/out/step_20: SIGINT follows when it has saved\n")
+        assert alive(pid)
+        (strangers.folder / "go").touch()
+        adopting.communicate()
+    document = runs.wait("train", lambda document: document["state"] == "finished")
+    assert document["attempts"][0]["start_updates"] == 20
