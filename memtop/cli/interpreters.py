@@ -87,9 +87,9 @@ def refuse_wrong_model(python: Interpreter | None, settings: Settings) -> None:
 
     config = stored_config(settings) or {}
     wrong = wrong_value(config)
-    by_itself = "model_type" in config and "auto_map" not in config  # not by code in the model's folder
-    if wrong is None and python is not None and ("config" in settings.model or by_itself):
-        wrong = _refused_by_transformers(python, config)
+    is_new, by_itself = "config" in settings.model, "model_type" in config and "auto_map" not in config
+    if wrong is None and python is not None and (is_new or by_itself):  # not by code in the model's folder
+        wrong = _refused_by_transformers(python, config, is_new=is_new)
     if wrong is not None:
         raise UsageError(wrong)
 
@@ -103,9 +103,10 @@ _FUNCTION = re.compile(r"\bACT2FN\[config\.(\w+)\]")
 _FUNCTIONS = re.compile(r"^ACT2CLS = \{.*?^\}", re.MULTILINE | re.DOTALL)
 
 
-def _refused_by_transformers(python: Interpreter, config: Mapping[str, Any]) -> str | None:
+def _refused_by_transformers(python: Interpreter, config: Mapping[str, Any], *, is_new: bool) -> str | None:
     """Why it refuses the model, as one line. Its files say that: to import it takes seconds. None
-    if transformers takes it, or if its files do not tell."""
+    if transformers takes it, or if its files do not tell. `is_new`: the model has no folder; of one
+    that has, a plan says something even if its architecture is not known."""
     folder, kind = folder_of(python, "transformers"), str(config.get("model_type") or "")
     if not kind:
         return "model.config.model_type: missing; name a Hugging Face architecture such as llama"
@@ -115,7 +116,7 @@ def _refused_by_transformers(python: Interpreter, config: Mapping[str, Any]) -> 
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     try:
         listed = "".join(file.read_text(encoding="utf-8") for file in (folder / "models/auto").glob("*.py"))
-        if '"llama"' in listed and f'"{kind}"' not in listed:
+        if is_new and '"llama"' in listed and f'"{kind}"' not in listed:
             near = did_you_mean(kind, re.findall(r'"([\w.-]+)"[,:]\s*"\w+Config"', listed))
             return (
                 f"model.config.model_type {kind}: transformers {which} does not know this architecture; a newer one may{near}"
