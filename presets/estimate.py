@@ -71,12 +71,22 @@ def estimate(settings: Settings, config: Mapping[str, Any], *, generation: int, 
 def wrong_value(config: Mapping[str, Any]) -> str | None:
     """Why no model works with this configuration, as one line; None if that is not known."""
     try:
-        shape_of(config)
+        shape = shape_of(config)
     except WrongValueError as error:
         return str(error)
     except UnknownMemoryError:
         return None
+    # Positions rotate pairs of numbers, in some models only of a part of them. torch repeats the
+    # number of a head of width 1.
+    rotates = not shape.positions and not shape.buckets and shape.kind != "phi3" and not _rotates_a_part(config)
+    if rotates and shape.width % 2 and shape.width > 1:
+        return f"model.config.head_dim {shape.width}: must be even; without it, it is hidden_size / num_attention_heads"
     return None
+
+
+def _rotates_a_part(config: Mapping[str, Any]) -> bool:
+    places = (config, config.get("rope_parameters"), config.get("rope_scaling"))
+    return any(isinstance(place, Mapping) and "partial_rotary_factor" in place for place in places)
 
 
 _NONE = Tensors([], [])

@@ -22,6 +22,7 @@ from memtop.supervisor.observed.adoption import adoption_of
 from memtop.supervisor.wire import Checkpoint
 from tests.conftest import Runs
 from tests.test_observed import wait_for
+from tests.train.test_agent_accelerate import OWN_FOLDER as LOOP
 
 # It counts its starts, and trains until its input ends or SIGINT comes.
 PLAIN = """
@@ -161,11 +162,14 @@ def test_a_program_in_another_job_is_refused(strangers: Strangers) -> None:
         adoption_of(pid)
 
 
-def test_a_training_of_hugging_faces_trainer_resumes(strangers: Strangers, runs: Runs) -> None:
-    pid = strangers.run(TRAINER, "waits", MEMTOP_ATTEMPT="1", HF_HUB_OFFLINE="1")
+@pytest.mark.parametrize(("words", "place"), [(("waits",), "out"), (("waits", "saves-below"), "out/exp1")])
+def test_a_training_of_hugging_faces_trainer_resumes(
+    words: tuple[str, ...], place: str, strangers: Strangers, runs: Runs
+) -> None:
+    pid = strangers.run(TRAINER, *words, MEMTOP_ATTEMPT="1", HF_HUB_OFFLINE="1")
     wait_for(lambda: (strangers.folder / "updates.jsonl").exists() and len(updates(strangers)) == 17)
     shown = runs.memtop("adopt", str(pid), "--yes", "--detach")
-    assert f"  from      update 16: {strangers.folder}/out/checkpoint-16" in shown.stderr
+    assert f"  from      update 16: {strangers.folder}/{place}/checkpoint-16" in shown.stderr
     (strangers.folder / "go").touch()
     document = runs.wait("trainer_program", lambda document: document["state"] == "finished")
     assert document["attempts"][0]["start_updates"] == 16
@@ -225,3 +229,37 @@ def test_a_run_of_memtop_is_not_adopted(runs: Runs) -> None:
     document: dict[str, Any] = runs.wait("a", lambda document: document["updates"])
     error = runs.memtop("adopt", str(document["trainer_pid"]), "--yes", status=2).stderr
     assert "belongs to memtop's run a" in error
+
+
+def test_states_in_a_folder_below_that_of_the_command_are_found(strangers: Strangers, runs: Runs) -> None:
+    # It saves into OUT/exp1; a link leads out of OUT, to a later state.
+    option = 'parser.add_argument("--output_dir")\nresumed'
+    text = LOOP.replace("\nresumed", "\n" + option, 1).replace('f"states/', 'f"{parser.parse_args().output_dir}/exp1/')
+    (strangers.folder / "out").mkdir()
+    (strangers.folder / "out/link").symlink_to(runs.root)
+    pid = strangers.start(text, "--output_dir", "out")
+    wait_for(lambda: "step 25/" in strangers.output)
+    shutil.copytree(strangers.folder / "out/exp1/step_20", runs.root / "step_30")
+    shown = runs.memtop("adopt", str(pid), "--yes", "--detach").stderr
+    assert f"  from      update 20: {strangers.folder}/out/exp1/step_20; " in shown
+    document = runs.wait("train", lambda document: document["state"] == "finished")
+    assert (document["updates"], document["attempts"][0]["start_updates"], document["program"]["resumes"]) == (100, 20, True)
+
+
+def test_it_waits_for_a_save_that_goes_on(strangers: Strangers, runs: Runs) -> None:
+    slow = """part = pathlib.Path(_[-1], "part")
+    while done == 20 and not pathlib.Path("go").exists():
+        part.write_text("more")
+        time.sleep(0.05)"""
+    text = LOOP.replace('pathlib.Path("saving").touch()', slow).replace('save_state(f"states', 'save_state(f"out')
+    text = text.replace("\nresumed", '\nparser.add_argument("--output_dir")\nresumed', 1)
+    pid = strangers.start(text, "--output_dir", "out")
+    wait_for((strangers.folder / "out/step_20/part").exists)
+    with runs.start("adopt", str(pid), "--yes", "--detach", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as adopting:
+        told = next(line for line in adopting.stderr if "is saving" in line)
+        assert told.endswith(f"the program is saving {strangers.folder}/out/step_20: SIGINT follows when it has saved\n")
+        assert alive(pid)
+        (strangers.folder / "go").touch()
+        adopting.communicate()
+    document = runs.wait("train", lambda document: document["state"] == "finished")
+    assert document["attempts"][0]["start_updates"] == 20

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from msgspec.structs import replace
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from memtop.cli import installing, interpreters, run
 from memtop.presets import load_presets, load_recipes
@@ -384,6 +386,9 @@ def test_a_proof_is_read_from_what_an_old_python_answers() -> None:
         ),
         ("model_type=9", "model_type 9: transformers {} does not know this architecture; a newer one may"),
         ("num_key_value_heads=3", "num_key_value_heads 3: does not divide num_attention_heads 4"),
+        ("head_dim=5", "head_dim 5: must be even; without it, it is hidden_size / num_attention_heads"),
+        ("hidden_size=12", "head_dim 3: must be even; without it, it is hidden_size / num_attention_heads"),
+        ("hidden_act=Silu", "hidden_act Silu: transformers {} has no such function; did you mean silu?"),
     ],
 )
 def test_a_model_that_no_trainer_takes_is_refused_before_a_run_is_created(runs: Runs, value: str, said: str) -> None:
@@ -392,6 +397,51 @@ def test_a_model_that_no_trainer_takes_is_refused_before_a_run_is_created(runs: 
         done = runs.memtop(command, "--set", f"model.config.{value}", status=2)
         assert (done.stdout, done.stderr) == ("", line)
     assert not runs.path.exists() or not list(runs.path.iterdir())
+
+
+def test_what_no_trainer_takes_is_refused_in_a_folder_of_a_model_too(runs: Runs) -> None:
+    (runs.root / "base").mkdir()
+    config = AutoConfig.for_model("llama", num_hidden_layers=1, hidden_size=16, num_attention_heads=4, vocab_size=256).to_dict()
+    wrong = {"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}
+    for values, said in (
+        (wrong, "rope_parameters.rope_theta -1.0: must be a number above 0"),
+        ({"head_dim": 3}, "head_dim 3: "),
+    ):
+        (runs.root / "base/config.json").write_text(json.dumps({**config, **values}))
+        done = runs.memtop("plan", "sft-lora", "--set", "model.path=base", "--set", "data.train=x", status=2)
+        assert done.stderr.startswith(f"memtop: model.config.{said}")
+
+
+MAY_WORK: tuple[dict[str, object], ...] = (
+    {"head_dim": 1},
+    {"rope_theta": 1},
+    {"hidden_act": "relu2"},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 0.5}},
+    {"hidden_activation": "nothing"},
+    {"model_type": "gemma2", "hidden_act": "nothing", "hidden_size": 12},
+    {"model_type": "gpt2", "hidden_act": "nothing", "n_embd": 12, "n_head": 4, "rope_parameters": {"rope_theta": 0}},
+    {
+        "model_type": "phi3",
+        "pad_token_id": 0,
+        "head_dim": 7,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 9.0, "partial_rotary_factor": 0.5},
+    },
+)
+
+
+@pytest.mark.parametrize("values", MAY_WORK)
+def test_a_model_that_trains_is_not_refused(values: dict[str, object]) -> None:
+    first_run = draft(load_recipes()["first-run"], preset=load_presets()["standard"])
+    config = {**first_run.model["config"], **values}
+    if "n_embd" in values:
+        config.pop("hidden_size")
+    interpreters.refuse_wrong_model(
+        interpreters.python_for("a test", sys.executable), replace(first_run, model={"config": config})
+    )
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    tokens = torch.ones(1, 4, dtype=torch.long)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert all(one.grad.isfinite().all() for one in model.parameters() if one.grad is not None)
 
 
 def test_what_a_model_may_be_follows_from_the_transformers_that_trains_it(tmp_path: Path) -> None:
@@ -410,6 +460,7 @@ def test_what_a_model_may_be_follows_from_the_transformers_that_trains_it(tmp_pa
     (models / "auto/configuration_auto.py").write_text('X = [("llama", "LlamaConfig"), ("of-tomorrow", "OfTomorrowConfig")]')
     refuse(model_type="of-tomorrow", hidden_size=17)
     refuse(hidden_size=17)
+    refuse(rope_parameters={"rope_theta": 0}, hidden_act="nothing")
     with pytest.raises(
         UsageError,
         match=r"^model.config.model_type qwen3: transformers 4.56.0 does not know this architecture; a newer one may$",

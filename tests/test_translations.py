@@ -22,12 +22,14 @@ from memtop.cli import COMMANDS, run
 from memtop.cli import diagnose as diagnose_command
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.presets.comparison import pace
-from memtop.supervisor import language
+from memtop.supervisor import language, units
 from memtop.supervisor.diagnosis.diagnose import diagnose
 from memtop.supervisor.diagnosis.values import Evidence, Kind
 from memtop.supervisor.language import Verbatim
 from memtop.supervisor.language.catalogue import Catalogue, read_catalogue
 from memtop.supervisor.recovery.external import remedies_for_command
+from memtop.supervisor.run.processes.host_memory import ROLES
+from memtop.supervisor.run_memory import RoleMemory
 from tests.conftest import Runs
 from tests.recovery.injected import PACED, TINY, TOO_LARGE, inject
 
@@ -432,3 +434,13 @@ def test_diagnoses_are_in_chinese() -> None:
             left |= {line: words} if words else {}
     assert own > 1000
     assert left == {}
+
+
+def test_the_memory_of_each_role_is_in_chinese() -> None:
+    roles = [RoleMemory(role=role, processes=number, pss_bytes=5 << 20) for role in ROLES for number in (1, 2)]
+    parts = ", ".join(f"{role.words} {units.size(role.pss_bytes)}" for role in roles)
+    shown = CHINESE.translate(f"memory      50.0 MiB RAM: {parts}")
+    assert shown.startswith("内存        50.0 MiB 内存：1 个启动器 5 MiB，2 个启动器 5 MiB，1 个 rank 5 MiB，")
+    assert shown.endswith("，2 个其他进程 5 MiB，1 个 memtop 进程 5 MiB，2 个 memtop 进程 5 MiB")
+    assert CHINESE.translate("2 other") == "2 个其他进程"
+    assert [CHINESE.translate(units.processes(number)) for number in (1, 3)] == ["1 个进程", "3 个进程"]

@@ -77,13 +77,23 @@ def why_nothing_left(run: RunState, length: int | None, resumed: Checkpoint | No
     """Why a length of so many updates leaves nothing to train; None if it leaves something, or if
     that is not known."""
     total = run.total_updates
-    saved, finished = None if resumed is None else resumed.updates, run.state is Phase.FINISHED
+    finished = run.state is Phase.FINISHED
+    saved = resumed.updates if resumed is not None else 0 if finished else None
     done = done_after_stop(saved, run.updates, saves=run.alive and run.saves_when_stopped, finished=finished)
     if done is None or length is None or total is None or done < length:
         return None
     if length < total and done < total:
         return explain.nothing_would_be_left(done, length)
+    if finished and resumed is None:
+        return explain.nothing_left(run.name, done, length, saved=False)
     return nothing_left(run, resumed)
+
+
+def why_complete(run: RunState) -> str | None:
+    """Why a run of the user's own program has nothing left to train with its present length; None
+    if it has something, or if that is not known."""
+    resumed = resumed_from(run)
+    return nothing_left(run, resumed) if grip_of(run) is None else why_nothing_left(run, run.total_updates, resumed)
 
 
 def why_not_back(run: RunState, row: Configuration, now: Configuration | None) -> str | None:

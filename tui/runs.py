@@ -43,7 +43,7 @@ from memtop.tui.line import MUTED, STRONG, TEXT, Heading, Line, Span, fact, fit,
 from memtop.tui.line_list import Entry, LineList, ListContent
 from memtop.tui.panel import LinePanel
 from memtop.tui.queue import QueueDialog
-from memtop.tui.restart_own import resumed_from, where_own_resumes
+from memtop.tui.restart_own import where_own_resumes, why_complete
 from memtop.tui.restart_plan import nothing_left, where_it_resumes
 from memtop.tui.screen import ConfirmDialog, Dashboard, FullScreen, KeyLine
 from memtop.tui.store import Store
@@ -354,7 +354,7 @@ class RunsScreen(FullScreen):
             self.say(f"{row.name} is {row.run.word}: there is nothing to resume")
             return
         own = row.run.settings is None
-        if (complete := nothing_left(row.run, resumed_from(row.run) if own else row.run.checkpoint)) is not None:
+        if (complete := why_complete(row.run) if own else nothing_left(row.run, row.run.checkpoint)) is not None:
             self.say(complete)
             return
         where = where_own_resumes(row.run) if own else where_it_resumes(row.run)

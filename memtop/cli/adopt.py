@@ -30,7 +30,9 @@ from memtop.supervisor.observed.shown import line_of
 from memtop.supervisor.run.processes.environment import different, keep_environment
 from memtop.supervisor.run.processes.members import refuse_used_path
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
+from memtop.supervisor.run.record.profile_checkpoints import being_saved, place_of
 from memtop.supervisor.run.starting import start_supervisor
+from memtop.supervisor.run.stop_ladder import MOST_ASIDE_SECONDS
 from memtop.supervisor.wire import Checkpoint
 
 _LOOK_SECONDS = 0.1
@@ -97,7 +99,9 @@ def adopt(
         print_message("memtop: nothing was changed")
         return 1
     _rehearse(where, spec)
-    _end(adoption, _signal(adoption, held), seconds, yes=yes)
+    number = _signal(adoption, held)
+    _wait_for_save(adoption.processes[0], held, number)
+    _end(adoption, number, seconds, yes=yes)
     # It may have saved once more, so look again.
     if held is not None:
         held = _hold(adoption, pid, spec, where)
@@ -174,6 +178,19 @@ def _rehearse(where: Path, spec: RunSpec) -> None:
                 where.rmdir()
     except OSError as error:
         raise RunFolderError(f"{where}: cannot be written to: {error.strerror}; choose another --runs-dir") from None
+
+
+def _wait_for_save(leader: ProcessId, held: Hold | None, number: signal.Signals) -> None:
+    """A signal in the middle of a save would leave it broken, as of a run: see `StopLadder`."""
+    place = None if held is None else place_of(held.grip)
+    told, until = False, time.monotonic() + MOST_ASIDE_SECONDS
+    while place is not None and is_alive(leader) and time.monotonic() < until:
+        if (saving := being_saved(place)) is None:
+            return
+        if not told:
+            print_message(f"the program is saving {saving}: {number.name} follows when it has saved")
+        told = True
+        time.sleep(_LOOK_SECONDS)
 
 
 def _end(adoption: Adoption, number: signal.Signals, seconds: float, *, yes: bool) -> None:

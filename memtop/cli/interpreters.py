@@ -12,7 +12,7 @@ from typing import Any
 from memtop.cli.configuration import configured
 from memtop.cli.installing import install, install_extra
 from memtop.cli.output import print_message
-from memtop.presets.checks import did_you_mean
+from memtop.presets.checks import DECODERS, TABLES, did_you_mean
 from memtop.presets.parameters import stored_config
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import UsageError
@@ -87,8 +87,9 @@ def refuse_wrong_model(python: Interpreter | None, settings: Settings) -> None:
 
     config = stored_config(settings) or {}
     wrong = wrong_value(config)
-    if wrong is None and python is not None and "config" in settings.model:
-        wrong = _refused_by_transformers(python, config)
+    is_new, by_itself = "config" in settings.model, "model_type" in config and "auto_map" not in config
+    if wrong is None and python is not None and (is_new or by_itself):  # not by code in the model's folder
+        wrong = _refused_by_transformers(python, config, is_new=is_new)
     if wrong is not None:
         raise UsageError(wrong)
 
@@ -96,11 +97,16 @@ def refuse_wrong_model(python: Interpreter | None, settings: Settings) -> None:
 _DIVIDES = re.compile(r"^ *if self\.hidden_size % self\.num_attention_heads != 0:$", re.MULTILINE)
 """Not in each version and for each architecture: others train with heads that are narrower."""
 _CLASS = re.compile(r"^class\b", re.MULTILINE)
+_ROPE = "rope_parameters"
+"""A setting of transformers 5. Versions before do not read it."""
+_FUNCTION = re.compile(r"\bACT2FN\[config\.(\w+)\]")
+_FUNCTIONS = re.compile(r"^ACT2CLS = \{.*?^\}", re.MULTILINE | re.DOTALL)
 
 
-def _refused_by_transformers(python: Interpreter, config: Mapping[str, Any]) -> str | None:
-    """Why it refuses a new model, as one line. Its files say that: to import it takes seconds. None
-    if transformers takes it, or if its files do not tell."""
+def _refused_by_transformers(python: Interpreter, config: Mapping[str, Any], *, is_new: bool) -> str | None:
+    """Why it refuses the model, as one line. Its files say that: to import it takes seconds. None
+    if transformers takes it, or if its files do not tell. `is_new`: the model has no folder; of one
+    that has, a plan says something even if its architecture is not known."""
     folder, kind = folder_of(python, "transformers"), str(config.get("model_type") or "")
     if not kind:
         return "model.config.model_type: missing; name a Hugging Face architecture such as llama"
@@ -110,22 +116,41 @@ def _refused_by_transformers(python: Interpreter, config: Mapping[str, Any]) -> 
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     try:
         listed = "".join(file.read_text(encoding="utf-8") for file in (folder / "models/auto").glob("*.py"))
-        if '"llama"' in listed and f'"{kind}"' not in listed:
+        if is_new and '"llama"' in listed and f'"{kind}"' not in listed:
             near = did_you_mean(kind, re.findall(r'"([\w.-]+)"[,:]\s*"\w+Config"', listed))
             return (
                 f"model.config.model_type {kind}: transformers {which} does not know this architecture; a newer one may{near}"
             )
-        if type(hidden) is int and type(heads) is int and heads > 0 and hidden % heads:
-            name = kind.replace("-", "_")
-            source = (folder / f"models/{name}/configuration_{name}.py").read_text(encoding="utf-8")
-            # Of several classes, another one may refuse it.
-            if len(_CLASS.findall(source)) == 1 and _DIVIDES.search(source):
-                return (
-                    f"model.config.hidden_size {hidden}: must be a multiple of num_attention_heads {heads}, "
-                    f"says transformers {which}"
-                )
+        name = kind.replace("-", "_")
+        source = (folder / f"models/{name}/configuration_{name}.py").read_text(encoding="utf-8")
+        if len(_CLASS.findall(source)) != 1:
+            return None  # of several classes, another one may refuse it
+        if type(hidden) is int and type(heads) is int and heads > 0 and hidden % heads and _DIVIDES.search(source):
+            return (
+                f"model.config.hidden_size {hidden}: must be a multiple of num_attention_heads {heads}, "
+                f"says transformers {which}"
+            )
+        rope = config.get(_ROPE)
+        theta = rope.get("rope_theta") if isinstance(rope, Mapping) else None
+        wrong = theta is not None and not (type(theta) in (int, float) and theta > 0)
+        rotates = kind in DECODERS and kind not in TABLES
+        if wrong and rotates and _ROPE in (folder / "modeling_rope_utils.py").read_text(encoding="utf-8"):
+            return f"model.config.rope_parameters.rope_theta {theta}: must be a number above 0"
+        return _unknown_function(config, folder, name, which)
     except (OSError, ValueError):
         return None  # It has other files: the trainer finds out.
+
+
+def _unknown_function(config: Mapping[str, Any], folder: Path, name: str, which: str) -> str | None:
+    """Why transformers has no activation function of the model; None if it has. OSError if its
+    files do not tell."""
+    used = set(_FUNCTION.findall((folder / f"models/{name}/modeling_{name}.py").read_text(encoding="utf-8")))
+    listed = _FUNCTIONS.search((folder / "activations.py").read_text(encoding="utf-8"))
+    known = [] if listed is None else re.findall(r'"(\w+)":', listed[0])
+    for setting in used if "silu" in known else ():
+        value = config.get(setting)
+        if isinstance(value, str) and value not in known:
+            return f"model.config.{setting} {value}: transformers {which} has no such function{did_you_mean(value, known)}"
     return None
 
 

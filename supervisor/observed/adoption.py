@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import signal
@@ -28,7 +29,7 @@ from memtop.supervisor.monitor.processes.proc import (
     parent_of,
 )
 from memtop.supervisor.monitor.processes.signals import check_owner
-from memtop.supervisor.observed.checkpoints import folders_of, newest_checkpoint
+from memtop.supervisor.observed.checkpoints import folders_below, folders_of, newest_checkpoint
 from memtop.supervisor.observed.observer import observer_of
 from memtop.supervisor.observed.values import Observed
 from memtop.supervisor.profile.detection import propose
@@ -36,6 +37,7 @@ from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.profiled import grip_of
 from memtop.supervisor.run.record import grip_checkpoints
 from memtop.supervisor.run.record.folder import RunSpec
+from memtop.supervisor.run.record.profile_checkpoints import place_of
 from memtop.supervisor.wire import Checkpoint
 
 _SHELLS = frozenset({"sh", "bash", "zsh", "dash", "fish"})
@@ -100,9 +102,25 @@ def hold_of(adoption: Adoption, spec: RunSpec, run: Path, profiles: Iterable[Pro
     grip = replace(grip, since=adoption.started)
     newest = grip_checkpoints.newest_for(run, grip, grip.since)
     if newest is None or not newest.complete:
+        below = grip_checkpoints.newest_for(run, replace(grip, seen=_below(grip)), grip.since)
+        if below is not None and below.complete:
+            newest, grip = below, grip.with_seen_at(below.path)
+    if newest is None or not newest.complete:
         problem = "" if newest is None or newest.problem is None else f" ({newest.problem})"
         return f"it has saved no complete checkpoint since its start{problem} (profile {chosen.profile.name})"
     return Hold(grip=grip, checkpoint=newest, profile_why=chosen.why)
+
+
+def _below(grip: Grip) -> tuple[str, ...]:
+    """The paths of the profile in the folders below those that they name."""
+    place = place_of(grip)
+    split = (os.path.split(path) for path in (() if place is None else place.paths))
+    return tuple(
+        os.path.join(glob.escape(str(folder)), name)  # noqa: PTH118 - of a pattern
+        for top, name in split
+        if not glob.has_magic(top)
+        for folder in folders_below(Path(top))
+    )
 
 
 def adoption_of(pid: int) -> tuple[Adoption, Observed]:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from memtop.supervisor.run.record import program_checkpoints
-from memtop.supervisor.run.record.whole_files import why_not_whole
+from memtop.supervisor.run.record.copies import size_of
+from memtop.supervisor.run.record.whole_files import why_no_whole_folder, why_not_whole
 from memtop.supervisor.wire import Checkpoint
 
 _DEPTH, _MOST_ENTRIES = 3, 3000
@@ -21,13 +22,13 @@ def newest_checkpoint(folders: Iterable[Path], since: float, *, of_trainer: bool
     unless `of_trainer`."""
     found: dict[Path, float] = {}
     for folder in folders:
-        for entry in _entries(folder):
+        for entry in (entry for _, entries in _searched(folder) for entry in entries):
             saved = _saved_at(entry)
             wanted = program_checkpoints.is_name(entry.name) or not of_trainer
             if wanted and saved is not None and saved >= since:
                 found[Path(entry.path)] = saved
     for path in sorted(found, key=lambda one: found[one], reverse=True):
-        checkpoint = program_checkpoints.read(path) if path.is_dir() else _whole_file(path)
+        checkpoint = program_checkpoints.read(path) if program_checkpoints.is_name(path.name) else _whole(path)
         if checkpoint is not None and checkpoint.complete:
             return checkpoint
     return None
@@ -40,8 +41,14 @@ def folders_of(command: Sequence[str], folder: Path) -> list[Path]:
     return list(dict.fromkeys([folder, *(path.resolve() for path in named)]))
 
 
-def _entries(top: Path) -> Iterator[os.DirEntry[str]]:
-    """What may be a checkpoint: not deep below the folder, and not among very many entries."""
+def folders_below(top: Path) -> list[Path]:
+    """The folders that are searched below this one."""
+    return [Path(folder) for folder, _ in _searched(top)][1:]
+
+
+def _searched(top: Path) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
+    """The folder and those below it, with what may be a checkpoint: not deep, and not among very
+    many entries."""
     waiting, left = [(str(top), 0)], _MOST_ENTRIES
     while waiting and left > 0:
         folder, depth = waiting.pop(0)
@@ -50,13 +57,15 @@ def _entries(top: Path) -> Iterator[os.DirEntry[str]]:
         except OSError:
             continue
         left -= len(entries)
+        found = []
         for entry in entries:
             if entry.name.startswith(".") or entry.name in _NOT_SEARCHED:
                 continue
             if program_checkpoints.is_name(entry.name) or Path(entry.name).suffix in _SUFFIXES:
-                yield entry
+                found.append(entry)
             elif depth + 1 < _DEPTH and entry.is_dir(follow_symlinks=False):
                 waiting.append((entry.path, depth + 1))
+        yield folder, found
 
 
 def _saved_at(entry: os.DirEntry[str]) -> float | None:
@@ -66,11 +75,11 @@ def _saved_at(entry: os.DirEntry[str]) -> float | None:
         return None
 
 
-def _whole_file(path: Path) -> Checkpoint | None:
-    """The file if its end has been written; None otherwise."""
-    if why_not_whole(path) is not None:
+def _whole(path: Path) -> Checkpoint | None:
+    """The file, or the folder of Lightning, if its end has been written; None otherwise."""
+    if (why_no_whole_folder(path) if path.is_dir() else why_not_whole(path)) is not None:
         return None
     with contextlib.suppress(OSError):
-        status = path.stat()
-        return Checkpoint(path=str(path), saved_at=status.st_mtime, size_bytes=status.st_size, complete=True)
+        saved = path.stat().st_mtime
+        return Checkpoint(path=str(path), saved_at=saved, size_bytes=size_of(path), complete=True)
     return None

@@ -103,6 +103,8 @@ def outcome(
         return Phase.FAILED, unsaved, {"summary": unsaved, "evidence": list(log.lines)}
     if reported == "finished" and status in (0, None):
         return Phase.FINISHED, None, None
+    if reported == "finished" and external and phase in (Phase.STOPPING, Phase.RESTARTING):
+        return Phase.FINISHED, "its training was complete before the program was stopped", None
     if phase in (Phase.STOPPING, Phase.RESTARTING):
         return Phase.STOPPED, stopped_words(status, saved=reported == "stopped", lost=lost), None
     if reported == "stopped" and status in (0, None):
@@ -232,10 +234,13 @@ FROM_ZERO = "starts again from update 0, unless it resumes by itself: memtop kno
 """What a restart does to the user's own program if memtop has nothing to resume from."""
 
 
-def nothing_left(run: str, done: int, length: int, *, by_memtop: bool = True) -> str:
-    """Why a run that has finished is not restarted. `by_memtop`: memtop can make it longer."""
+def nothing_left(run: str, done: int, length: int, *, by_memtop: bool = True, saved: bool = True) -> str:
+    """Why a run that has finished is not restarted. `by_memtop`: memtop can make it longer.
+    `saved`: it has a checkpoint."""
     longer = f"`memtop restart {run} --max-updates N` trains longer"
-    if not by_memtop:
+    if not saved:
+        longer = f"it has no complete checkpoint; `memtop restart {run} --set position=lost` trains it again from zero"
+    elif not by_memtop:
         longer = "`memtop train -- COMMAND` with a greater length in the program's own options trains longer"
     return f"nothing is left to train: {done} updates are done, and the length is {length}; {longer}"
 

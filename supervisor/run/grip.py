@@ -50,9 +50,12 @@ class Grip(msgspec.Struct, frozen=True, kw_only=True):
     """With a profile: the settings, and where they were found."""
     why: str = ""
     """Why this profile fits."""
+    saves_in: str = ""
+    """The folder below `output_dir` in which its agent has seen the Trainer save; empty if it saves
+    in `output_dir` itself."""
     since: float | None = None
-    """With a profile: checkpoints that are older are of another training, in seconds since the
-    epoch. None: the command itself continues from what is there."""
+    """Checkpoints with a profile, or in `saves_in`, that are older are of another training, in
+    seconds since the epoch. None: the command itself continues from what is there."""
     seen: tuple[str, ...] = ()
     """With a profile: where its agent has seen it save, as absolute paths with `*`."""
     batch: int | None = None
@@ -124,13 +127,16 @@ class Grip(msgspec.Struct, frozen=True, kw_only=True):
     def place(self) -> str | None:
         """Where it saves, for people; None if that is not known."""
         if self.profile is None or self.profile.checkpoint is None:
-            return self.output_dir or None
+            return self.saves_in or self.output_dir or None
         known = (filled(path, self.values) for path in self.profile.checkpoint.paths)
         return " and ".join([path for path in known if path is not None] or self.seen) or None
 
     def with_seen_at(self, path: str) -> Grip:
         """It has saved there; the next one differs in its number."""
         folder, name = os.path.split(path)
+        if self.profile is None:
+            below = folder if folder.startswith(os.path.join(self.output_dir, "")) else ""  # noqa: PTH118 - ends with /
+            return self if below == self.saves_in else msgspec.structs.replace(self, saves_in=below)
         pattern = os.path.join(glob.escape(folder), re.sub(r"\d+", "*", glob.escape(name)))  # noqa: PTH118 - of a pattern
         if pattern in self.seen:
             return self

@@ -240,6 +240,11 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         return self.step is not None or self.plan is not None or self.phase == "training"
 
     @property
+    def is_trained(self) -> bool:
+        """Whether the training has reported that it is complete. Its program may still run."""
+        return self.end is not None and self.end.outcome == "finished"
+
+    @property
     def at_the_end(self) -> bool:
         """Whether no update is left to begin: the last one is in progress or done, but perhaps not
         saved yet.

@@ -16,7 +16,7 @@ The second is for as long as one of them works: it may be saving."""
 _TYPE_SECONDS = 2.0
 """Each rank may ask, and one may take the answers of others: so they are typed again and again."""
 # A program that hangs is ended after this, no matter how long its saves and evaluations have taken.
-_MOST_ASIDE_SECONDS = 1800.0
+MOST_ASIDE_SECONDS = 1800.0
 
 
 class Waits(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,8 +56,8 @@ class Waits(msgspec.Struct, frozen=True, kw_only=True):
         reasons = {
             "an update takes it {:.0f} s": update_seconds,
             "an update is forecast to take it {:.0f} s": forecast_seconds,
-            "its newest save took {:.0f} s": min(save_seconds, _MOST_ASIDE_SECONDS),
-            "it has been silent for up to {:.0f} s": min(silent_seconds, _MOST_ASIDE_SECONDS),
+            "its newest save took {:.0f} s": min(save_seconds, MOST_ASIDE_SECONDS),
+            "it has been silent for up to {:.0f} s": min(silent_seconds, MOST_ASIDE_SECONDS),
         }
         why = max(reasons, key=lambda words: reasons[words])
         slowest = reasons[why]
@@ -162,7 +162,7 @@ def begin(
         after = rungs[1:] if manner.signal == "SIGTERM" else rungs
         if unsaved and manner.saves:
             return StopLadder(rungs=after, deadline=now, waits=waits)
-        ends = 0.0 if unsaved else now + _MOST_ASIDE_SECONDS
+        ends = 0.0 if unsaved else now + MOST_ASIDE_SECONDS
         first = _first(manner, waits)
         saves = manner if manner.saves or manner.answer is not None else None
         return StopLadder(rungs=(first, *after), deadline=now, waits=waits, manner=saves, ends=ends)

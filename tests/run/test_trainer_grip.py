@@ -21,7 +21,7 @@ from memtop.supervisor.run.state import state_file
 from memtop.supervisor.wire import Change, Checkpoint, Outcome, Phase, Restart
 from tests.run.brain import RUN, Brain, end, proposal, row, states, taken_over, training
 
-GRIP = Grip(output_dir="/out", batch=8, accumulation=2)
+GRIP = Grip(output_dir="/out", batch=8, accumulation=2, since=RUN.created)
 FOUND = {"type": "trainer", "output_dir": "/out", "batch": 8, "accumulation": 2}
 HALF = Change(assignments={"batch": "4", "accumulation": "4"})
 NOTHING = Diagnosis(kind=Kind.NOT_MEMORY, confidence=0.9, summary="it failed")
@@ -236,15 +236,38 @@ def test_what_is_said_of_a_program_that_has_died_is_certain() -> None:
     )
 
 
-@pytest.mark.parametrize(("phase", "saved"), [(Phase.FAILED, SAVED), (Phase.FINISHED, None)])
-def test_what_may_have_something_to_do_after_its_last_update_is_restarted(phase: Phase, saved: Checkpoint | None) -> None:
-    """It failed in its last evaluation, or has saved nothing."""
+def test_what_failed_in_its_last_evaluation_is_restarted() -> None:
     brain = trains()
     brain.report({"type": "plan", "updates": 0, "total_updates": 5}, {"type": "step", "update": 5})
     end(brain, 0)
-    brain.model = replace(brain.model, phase=phase)
-    request(brain, Change(assignments={"eval_batch": "1"}), saved)
+    brain.model = replace(brain.model, phase=Phase.FAILED)
+    request(brain, Change(assignments={"eval_batch": "1"}), SAVED)
     assert brain.asked(Launch)[-1].knobs == {"eval_batch": 1}
+
+
+AGAIN = (
+    "nothing is left to train: 5 updates are done, and the length is 5; it has no complete checkpoint; `memtop restart a "
+    "--set position=lost` trains it again from zero"
+)
+
+
+def test_a_training_that_is_complete_and_has_saved_nothing_begins_from_zero_only_if_a_person_says_so() -> None:
+    brain = trains()
+    plan, step = {"type": "plan", "updates": 0, "total_updates": 5}, {"type": "step", "update": 5}
+    brain.report(plan, step, {"type": "end", "outcome": "finished"})
+    assert ask(brain, Change(), None) == AGAIN  # the program runs on, after its training
+    end(brain, 0)
+    assert ask(brain, Change(assignments={"eval_batch": "1"}), None) == AGAIN
+    request(brain, Change(assignments={"eval_batch": "1", "position": "lost"}), None)
+    assert brain.asked(Launch)[-1].knobs == {"eval_batch": 1}
+    # The same, asked for in the last update.
+    late = trains()
+    late.report(plan, {**step, "update": 4})
+    request(late, Change(), None)
+    late.tell(CheckpointKept())
+    late.report(step, {"type": "end", "outcome": "finished"})
+    end(late, -2)
+    assert (late.model.phase, late.model.reason, late.asked(Launch)) == (Phase.FINISHED, AGAIN, [])
 
 
 def test_a_longer_training_keeps_its_new_length() -> None:

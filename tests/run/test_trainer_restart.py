@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from tests.conftest import Runs
+from tests.run.test_program_checkpoints import save
 
 PROGRAM = str(Path(__file__).with_name("trainer_program.py"))
 HALF = ("--batch", "2", "--accum", "2")
@@ -118,3 +121,31 @@ def test_a_program_that_does_not_start_returns_to_the_settings_before(runs: Runs
     assert "; batch 4 x 1 -> 1 x 1: ! the effective batch changes from 4 to 1" in told
     runs.wait("a", lambda d: d["state"] == "finished")
     assert [(update, batch) for update, batch, _ in updates(runs)][47:] == [(48, 4), (49, 1), (50, 1)]
+
+
+def test_a_program_that_is_stopped_after_its_last_update_has_finished(runs: Runs) -> None:
+    start(runs, "never-saves", "goes-on")
+    log = runs.path / "a/attempts/0001/output.log"
+    runs.wait("a", lambda d: d["updates"] == 48 and "trained" in log.read_text())
+    stopped = runs.memtop("stop", "a")
+    assert "SIGINT to the program; its training is complete, and what it still saves is up to it\n" in stopped.stderr
+    assert stopped.stdout.startswith("finished: its training was complete before the program was stopped; SIGINT sent to pid")
+    document = runs.wait("a", lambda d: d["supervisor_pid"] is None)
+    assert (document["state"], document["updates"]) == ("finished", 48)
+    told = runs.memtop("restart", "a", "--detach", status=2).stderr
+    assert told == (
+        "memtop: nothing is left to train: 48 updates are done, and the length is 48; it has no complete checkpoint; "
+        "`memtop restart a --set position=lost` trains it again from zero\n"
+    )
+    assert [update for update, _, _ in updates(runs)] == list(range(1, 49))
+
+
+def test_checkpoints_in_a_folder_below_that_of_the_arguments_are_found(runs: Runs) -> None:
+    below = runs.root / "out/exp1"
+    save(below, 40)  # of an earlier run
+    os.utime(below / "checkpoint-40/trainer_state.json", (1e9, 1e9))
+    answer = restart(runs, "saves-below")
+    assert re.match("restarting from the program's checkpoint at update 1[0-9], or a newer one; ", answer)
+    document = runs.wait("a", lambda d: d["state"] == "finished")
+    assert has_trained_on_all(updates(runs))
+    assert (document["checkpoint"]["path"], document["program"]["resumes"]) == (f"{below}/checkpoint-48", True)

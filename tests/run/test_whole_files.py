@@ -18,9 +18,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from safetensors.torch import save_file
 
-from memtop.supervisor.run.record.whole_files import numbers_in, why_not_whole
+from memtop.presets.program_profiles import CheckpointRule, Position
+from memtop.presets.program_profiles import Counter as Step
+from memtop.supervisor.observed.checkpoints import newest_checkpoint
+from memtop.supervisor.run.record.checkpoints import checked
+from memtop.supervisor.run.record.profile_checkpoints import Place, newest_of
+from memtop.supervisor.run.record.whole_files import numbers_in, why_no_whole_folder, why_not_whole
+from memtop.supervisor.wire import Checkpoint
 from tests.run.interrupted import interrupt_save
 
 
@@ -165,3 +172,70 @@ def test_nothing_that_a_file_names_is_called(tmp_path: Path, monkeypatch: pytest
 def test_torch_is_not_loaded() -> None:
     code = "import sys, memtop.supervisor.run.record.whole_files; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def save_sharded(folder: Path) -> Path:
+    """As Lightning does with FSDP; one process writes all shards."""
+    saved = state(0)
+    torch.distributed.checkpoint.save({"model": saved["model"], "optimizer_0": saved["optimizer"]}, checkpoint_id=folder)
+    torch.save({"global_step": 50, "epoch": 1}, folder / "meta.pt")
+    return folder
+
+
+def save_with_deepspeed(folder: Path, stage: int = 2) -> Path:
+    """As Lightning does with DeepSpeed on two processes, of which the second is the slower one."""
+    (folder / "checkpoint").mkdir(parents=True)
+    saved = state(0)
+    names = ["zero_pp_rank_0_", "zero_pp_rank_1_"]
+    for name in names if stage == 3 else [""]:
+        values = {"module": saved["model"], "dp_world_size": 2, "global_step": 50, "epoch": 1}
+        torch.save(values, folder / f"checkpoint/{name}mp_rank_00_model_states.pt")
+    for name in names:
+        torch.save({"optimizer_state_dict": saved["optimizer"]}, folder / f"checkpoint/{name}mp_rank_00_optim_states.pt")
+        if name == names[0]:
+            (folder / "latest").write_text("checkpoint")
+    (folder / "zero_to_fp32.py").touch()
+    return folder
+
+
+def save_with_zero_3(folder: Path) -> Path:
+    return save_with_deepspeed(folder, 3)
+
+
+@pytest.mark.parametrize(
+    ("save", "last"), [(save_sharded, "meta.pt"), (save_with_deepspeed, "latest"), (save_with_zero_3, "latest")]
+)
+def test_a_folder_of_lightning_is_complete_when_all_shards_are_there(tmp_path: Path, save: Any, last: str) -> None:
+    path = save(tmp_path / "epoch=1-step=50.ckpt")
+    place = Place(
+        paths=(str(tmp_path / "*.ckpt"),),
+        rule=CheckpointRule(paths=("*",), step=Step(read="torch", key="global_step")),
+        position=Position(counts="updates", order="reshuffled", length="epochs"),
+    )
+
+    def verdicts() -> set[bool]:
+        """Of a program with a profile, one that reports the path, and one that is observed."""
+        found, observed = newest_of(place), newest_checkpoint([tmp_path], 0.0)
+        reported = checked(Checkpoint(path=str(path), updates=50, complete=False))
+        assert found is not None
+        assert not found.complete or (found.updates, found.problem) == (50, None)
+        assert reported.problem == found.problem == why_no_whole_folder(path)
+        return {found.complete, reported.complete, observed is not None}
+
+    assert verdicts() == {True}
+    needed = [file for file in path.rglob("*") if file.is_file() and file.suffix != ".py"]
+    for file in needed:
+        file.rename(tmp_path / "away")
+        assert verdicts() == {False}, file
+        (tmp_path / "away").rename(file)
+        if file.name not in (last, ".metadata"):
+            content, times = file.read_bytes(), file.stat()
+            cut(file, times.st_size // 2)
+            os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+            assert verdicts() == {False}, file
+            file.write_bytes(content)
+            os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert verdicts() == {True}
+    # It saves over the folder: the last file is that of the save before.
+    os.utime(path / last, (1e9, 1e9))
+    assert verdicts() == {False}

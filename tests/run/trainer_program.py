@@ -6,9 +6,11 @@ ignores-batch: it sets its batch itself.
 begins-again: when it is started again, it begins from zero.
 fails-with-batch-2: it does not start with this batch.
 never-saves: it saves no checkpoint.
+saves-below: its Trainer saves into a folder below its output_dir.
 runs-out: in update 7 the kernel refuses memory for a batch of more than 2.
 catches: the same happens in update 3, but it goes on.
 waits: after update 17, until there is a file `go`.
+goes-on: after the training, until there is a file `go`.
 
 It writes the samples of each update to updates.jsonl. If no memory is to run out, its first attempt
 trains slowly from update 15 on, in the second epoch, so that a restart comes in between.
@@ -51,6 +53,10 @@ def allocate(samples):
 
 
 class Recording(Trainer):
+    def _get_output_dir(self, trial):
+        folder = super()._get_output_dir(trial)
+        return f"{folder}/exp1" if "saves-below" in sys.argv else folder
+
     def training_step(self, model, inputs, *others):
         if "catches" in sys.argv and self.state.global_step == 2:
             try:
@@ -71,7 +77,7 @@ class Written(TrainerCallback):
         if "waits" in sys.argv:
             while state.global_step == 17 and not pathlib.Path("go").exists():
                 time.sleep(0.05)
-        elif first and state.global_step >= 15 and "runs-out" not in sys.argv:
+        elif first and state.global_step >= 15 and not {"runs-out", "goes-on"} & {*sys.argv}:
             time.sleep(0.5)
 
 
@@ -97,3 +103,7 @@ if "begins-again" in sys.argv and not first:
     Trainer.train.__wrapped__(trainer)  # not what memtop's agent has made of it
 else:
     trainer.train()
+if "goes-on" in sys.argv:
+    print("trained", flush=True)
+    while not pathlib.Path("go").exists():
+        time.sleep(0.05)

@@ -602,6 +602,10 @@ async def test_the_form_refuses_settings_that_would_leave_nothing_to_train(tmp_p
     async with opened(feed, size=(100, 30)) as (app, pilot):
         await press(pilot, "r")
         assert "nothing is left to train: 10 updates are done, and the length is 10" in words(app)
+    feed = RecordingFeed(own_run(tmp_path, grip, checkpoint=None, **over))
+    async with opened(feed, size=(100, 30)) as (app, pilot):
+        await press(pilot, "r")
+        assert "the length is 10; it has no complete checkpoint" in words(app)
 
 
 async def test_the_form_follows_a_program_of_ones_own(tmp_path: Path) -> None:

@@ -138,7 +138,10 @@ class Knobs:
     def _checkpoint_for(self, trainer: Any) -> str | None:
         """The checkpoint that this `train()` resumes from; None after the first."""
         checkpoint = self._resume
-        if checkpoint is None or not self._is_meant(trainer.args):
+        if checkpoint is None:
+            return None
+        # A subclass may choose a folder below that of its arguments.
+        if not self._is_meant(trainer.args) and _place(trainer._get_output_dir(None)) != self._output_dir:
             return None
         self._resume = None
         if worker_restarts().get("restarts"):

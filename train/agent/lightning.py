@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import math
 import os
 import sys
@@ -286,7 +287,9 @@ class LightningTraining(Training):
         if self._stopped_with is not None:
             # The clock of the file system may give both files the same time.
             now = time.time_ns()
-            os.utime(self._stopped_with, ns=(now, now))
+            inside = glob.glob(os.path.join(glob.escape(self._stopped_with), "*"))  # of a folder
+            for path in (self._stopped_with, *inside):
+                os.utime(path, ns=(now, now))
 
     def _samples(self, trainer: Any) -> int | None:
         # At the end of an epoch its number is still the same, and the batches are all.

@@ -8,6 +8,7 @@ rest of the process, and the optimizer hook counts on.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any, Callable, Mapping
 from . import memory
 from .frameworks import Split, Training, Trainings, batch_of, number, report_checkpoint, samples_by_position, whole
 from .hooks import learning_rate
+from .knobs import STATE
 from .orders import COMMANDS, Agreement, Orders
 
 _EVENTS = ("train_begin", "step_begin", "step_end", "epoch_end", "log", "evaluate", "predict", "save", "train_end")
@@ -29,6 +31,10 @@ _OTHERS = (
     ("optimizer", "optim"),
 )
 """Further settings that a restart can change."""
+_DEPTH, _MOST_ENTRIES = 2, 1000
+"""How deep below its folder, and among how many entries, a checkpoint of the Trainer is looked for.
+"""
+_CLOCK_SECONDS = 2.0
 
 
 def follow(module: ModuleType, trainings: Trainings) -> None:
@@ -174,6 +180,8 @@ class TrainerTraining(Training):
         path = os.path.abspath(os.path.join(args.output_dir, "checkpoint-%d" % state.global_step))
         if args.should_save:
             seconds = time.monotonic() - self._busy_since
+            if not os.path.isdir(path):
+                path = _saved_below(args.output_dir, os.path.basename(path), time.time() - seconds) or path
             report_checkpoint(self.trainings.agent, update, self.seen(self._samples(state)), path, seconds)
         self.orders.saved("saved at update %d: %s" % (update, path if os.path.isdir(path) else args.output_dir))
         self._continue()
@@ -218,6 +226,28 @@ class TrainerTraining(Training):
         if report is not None:
             self._sent = report
             self.trainings.agent.report("step", **report)
+
+
+def _saved_below(top: str, name: str, since: float) -> str | None:
+    """The checkpoint of this name that the Trainer has just saved in a folder below its own, as a
+    subclass may; None if there is none, or if there are several. Links are not followed."""
+    found, left = [], _MOST_ENTRIES
+    folders = [(os.path.abspath(top), 0)]
+    while folders and left > 0:
+        folder, depth = folders.pop(0)
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            for entry in itertools.islice(entries, left):
+                left -= 1
+                if not entry.is_dir(follow_symlinks=False):
+                    continue
+                if entry.name == name:
+                    # A file system may store times that are a little too early.
+                    with contextlib.suppress(OSError):
+                        saved = os.stat(os.path.join(entry.path, STATE)).st_mtime
+                        found += [entry.path] if saved >= since - _CLOCK_SECONDS else []
+                elif depth < _DEPTH and not entry.name.startswith("checkpoint-"):
+                    folders.append((entry.path, depth + 1))
+    return found[0] if len(found) == 1 else None
 
 
 def _ranks_stay_together(args: Any, ranks: int) -> bool:

@@ -24,7 +24,7 @@ import msgspec
 from memtop.presets.decoding import decoder_of
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.run.record.folder import name_aside, open_to_read
-from memtop.supervisor.run.record.whole_files import why_not_whole
+from memtop.supervisor.run.record.whole_files import LIGHTNING, why_no_whole_folder, why_not_whole
 from memtop.supervisor.run.reports import Count, Time, Word
 from memtop.supervisor.wire import Checkpoint
 
@@ -78,13 +78,16 @@ RANDOM_STATE = "random_states_0.pkl"
 
 def checked(reported: Checkpoint) -> Checkpoint:
     """A checkpoint that a program has reported: complete if what it writes last is there. That is a
-    file in the folder of Hugging Face's Trainer or accelerate, and a single file is whole."""
+    file in the folder of Hugging Face's Trainer or accelerate. A single file, or a folder of
+    Lightning, is whole."""
     path = Path(reported.path)
     problem = None
     try:
         if path.is_dir() and (path / RANDOM_STATE).exists():
             path /= RANDOM_STATE
-        if path.is_dir():
+        if path.suffix == LIGHTNING and path.is_dir():
+            problem = why_no_whole_folder(path)
+        elif path.is_dir():
             path /= TRAINER_STATE
             with open_to_read(path) as file:
                 msgspec.json.decode(file.read(), type=dict[str, msgspec.Raw])

@@ -29,7 +29,14 @@ from memtop.supervisor.run.record.convert import write_position
 from memtop.supervisor.run.record.copies import copy, remove, size_of, stamps
 from memtop.supervisor.run.record.folder import read_derived, write_json
 from memtop.supervisor.run.record.program_checkpoints import KEPT
-from memtop.supervisor.run.record.whole_files import Stamp, numbers_in, why_not_whole
+from memtop.supervisor.run.record.whole_files import (
+    LIGHTNING,
+    Stamp,
+    numbers_in,
+    values_file,
+    why_no_whole_folder,
+    why_not_whole,
+)
 from memtop.supervisor.wire import Checkpoint
 
 _RECORD = "kept.json"
@@ -77,8 +84,8 @@ def place_of(grip: Grip) -> Place | None:
     paths = [filled(path, {name: glob.escape(text) for name, text in grip.values.items()}) for path in profile.checkpoint.paths]
     known = tuple(os.path.normpath(Path(grip.cwd, path)) for path in paths if path is not None)
     given = any("{checkpoint}" in word for word in profile.resume.words)
-    if given and not known:
-        known = grip.seen
+    if given:
+        known = (*known, *grip.seen)
     return Place(paths=known, rule=profile.checkpoint, position=profile.position, given=given) if known else None
 
 
@@ -163,6 +170,8 @@ def _problem(path: Path, needs: tuple[str, ...]) -> str | None:
     """Why the checkpoint is not complete."""
     if not path.is_dir():
         return why_not_whole(path)
+    if not needs:
+        return why_no_whole_folder(path) if path.suffix == LIGHTNING else None
     names = [str(Path(folder, name).relative_to(path)) for folder, _, inside in os.walk(path) for name in inside]
     times: list[int] = []
     last = 0
@@ -195,7 +204,7 @@ def _position(path: Path, place: Place) -> tuple[int | None, int | None]:
         if step is None:
             return None, None
         return int(step), None if epoch is None else int(epoch)
-    file = path if counter.file is None else path / counter.file
+    file = values_file(path) if counter.file is None else path / counter.file
     keys = (counter.key,) if counter.epoch_key is None else (counter.key, counter.epoch_key)
     numbers = numbers_in(file, keys)
     if counter.key not in numbers:

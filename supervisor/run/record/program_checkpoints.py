@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import re
 import shutil
@@ -46,18 +47,21 @@ def is_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def newest_of(output_dir: Path, earlier: Mapping[str, int] | None = None, first: int | None = None) -> Checkpoint | None:
+def newest_of(
+    output_dir: Path, earlier: Mapping[str, int] | None = None, first: int | None = None, since: float | None = None
+) -> Checkpoint | None:
     """The newest complete checkpoint in the Trainer's folder, else the newest one. None if there is
     none.
 
     `earlier`: the checkpoints that were there before the run, which are of another training, by
-    name: when they were saved, in microseconds since the epoch. `first`: the update of the one from
-    which the run has begun nevertheless.
+    name: when they were saved, in microseconds since the epoch. `since`: the same of those that
+    are older, in seconds. `first`: the update of the one from which the run has begun nevertheless.
     """
     newest: Checkpoint | None = None
     for path in _folders(output_dir):
         found = read(path)
         is_older = earlier is not None and path.name in earlier and earlier[path.name] == _saved_at(path)
+        is_older = is_older or (since is not None and (_saved_at(path) or math.inf) < since * 1e6)
         if is_older and found.updates != first:
             continue
         newest = newest or found
@@ -144,6 +148,7 @@ def newest_for(run: Path, grip: Grip) -> Checkpoint | None:
     """The checkpoint from which the program would resume now: the newest complete one in its
     folder, or the kept one if that is newer or the only one."""
     there = newest_of(Path(grip.output_dir), grip.earlier, grip.first)
+    below = newest_of(Path(grip.saves_in), first=grip.first, since=grip.since) if grip.saves_in else None
     # Of the same update the kept one: the program may have been ended while it saved over its own.
-    found = [one for one in (newest_of(run / KEPT), there) if one is not None]
+    found = [one for one in (newest_of(run / KEPT), there, below) if one is not None]
     return max(found, key=lambda one: (one.complete, one.updates or 0), default=None)

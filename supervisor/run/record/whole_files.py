@@ -22,6 +22,8 @@ from memtop.supervisor.run.record.folder import open_to_read
 
 STEADY_SECONDS = 5.0
 """A file of an unknown format counts as whole when it was not written for so long."""
+LIGHTNING = ".ckpt"
+"""How the name of a checkpoint of Lightning ends; a folder with FSDP or DeepSpeed."""
 _PICKLE_BYTES = 64 << 20
 _HEADER_BYTES = 100 << 20
 """The largest header of a safetensors file."""
@@ -56,6 +58,64 @@ def why_not_whole(path: Path) -> str | None:
     if not known and abs(time.time() - stamp[2] / 1e9) < STEADY_SECONDS:
         return f"{path}: it was written just now, and memtop does not know its format"
     return problem
+
+
+def values_file(path: Path) -> Path:
+    """The file with the numbers of a checkpoint: of a folder that Lightning saves with FSDP or
+    DeepSpeed, the one in it; otherwise the path itself."""
+    if not path.is_dir():
+        return path
+    states = sorted(path.glob("*/*mp_rank_00_model_states.pt"))
+    return states[0] if states else path / "meta.pt"
+
+
+def why_no_whole_folder(folder: Path) -> str | None:
+    """Why this folder of Lightning cannot be used, in one line; None if it is whole.
+
+    FSDP writes its shards, then `.metadata`, which names them, and `meta.pt` at the end. Of
+    DeepSpeed, the first rank writes `latest` after its own files, and names the folder with those
+    of all ranks in it; other ranks may still write theirs then.
+    """
+    values = values_file(folder)
+    last = values if values.name == "meta.pt" else folder / "latest"
+    try:
+        if last == values:
+            before = [folder / ".metadata", *folder.glob("*.distcp")]
+            problem = why_not_whole(values) or _lack_of_shards(folder)
+        else:
+            tag = last.read_text(errors="replace").strip()
+            files = sorted(values.parent.glob("*.pt"))
+            shards = [file for file in files if file.name.endswith("optim_states.pt")]
+            before = [values, *shards[:1]]
+            problem = next((one for file in files if (one := why_not_whole(file)) is not None), None)
+            ranks = numbers_in(values, ("dp_world_size",)).get("dp_world_size", 0)
+            models = len(files) - len(shards) if "zero_pp_rank_" in values.name else ranks  # with ZeRO 3
+            there = min(len(shards) or ranks, models)  # without ZeRO there are none
+            if problem is None and (tag != values.parent.name or there < ranks):
+                problem = f"{values.parent}: it has {there} of {ranks} shards: the save was interrupted, or goes on"
+        if problem is None and max(file.stat().st_mtime_ns for file in before) > last.stat().st_mtime_ns:
+            problem = f"{folder}: {last.name} is older than the rest: the save was interrupted, or goes on"
+    except FileNotFoundError as error:
+        return f"{error.filename} is missing: the save was interrupted"
+    except (OSError, ValueError) as error:
+        return f"{folder}: cannot be read: {error}"
+    return problem
+
+
+def _lack_of_shards(folder: Path) -> str | None:
+    """What FSDP's shards lack of what `.metadata` names; None if nothing. Raises OSError."""
+    with open_to_read(folder / ".metadata") as file:
+        try:
+            named = _at(_Plain(file).load(), "storage_data")
+            parts = [one.state for one in named.values()]
+            ends = [(str(one["relative_path"]), int(one["offset"]) + int(one["length"])) for one in parts]
+        except Exception as error:  # noqa: BLE001 - damaged pickles raise anything
+            return f"{folder / '.metadata'}: cannot be read: {error!r}"
+    for name, end in ends:
+        size = (folder / name).stat().st_size
+        if size < end:
+            return f"{folder / name}: it has {size} of {end} bytes: the save was interrupted, or goes on"
+    return None
 
 
 @functools.lru_cache(maxsize=256)

@@ -195,6 +195,8 @@ def manner_of(model: Model) -> str:
         return "memtop sends SIGTERM to the program, and waits while it saves"
     if manner is None:
         lost = None if model.grip is None else lost_by_stop(model.grip, model.states.program, model.update)
+        if model.progress.is_trained:
+            lost = "its training is complete, and what it still saves is up to it"
         return f"memtop sends SIGINT to the program; {lost or 'what it saves is up to the program'}"
     answers = "" if manner.answer is None else f", answers its question with {manner.answer!r}"
     if manner.saves:

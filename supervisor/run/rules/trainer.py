@@ -57,22 +57,26 @@ def _unknown(model: Model) -> str:
 
 
 def _check_length(model: Model, change: Change, knobs: dict[str, str]) -> None:
-    """UsageError if no update is left to do: the Trainer would do one too many, others end at once.
-    A program that has failed may have something to do after its last update."""
+    """UsageError if no update is left to do: the Trainer would do one too many, others end at once,
+    and without a checkpoint they begin from zero. A program that has failed may have something to
+    do after its last update."""
     grip, saved, total = model.grip, model.states.program, model.total_updates
     if grip is None or why_not_continued(grip) is not None:
         return
     row = None if change.configuration is None else model.configurations.numbered(change.configuration)
     length = length_with(grip, knobs, model.knobs, {} if row is None else row.uses, total)
-    at = _saved_after(model, saved) if saved is not None and saved.complete else None
+    finished = model.phase is Phase.FINISHED or (model.alive and model.progress.is_trained)
+    has_saved = saved is not None and saved.complete
+    at = _saved_after(model, saved) if saved is not None and has_saved else 0 if finished else None
     saves = model.alive and saves_when_stopped(model.settings, model.progress.offers)
-    done = done_after_stop(at, model.update, saves=saves, finished=model.phase is Phase.FINISHED)
-    if done is None or length is None or done < length:
+    done = done_after_stop(at, model.update, saves=saves, finished=finished)
+    if done is None or length is None or done < length or (not has_saved and _position_given(change)):
         return
     if total is not None and length < total and done < total:
         raise UsageError(explain.nothing_would_be_left(done, length))
-    if change.max_updates is not None or model.phase is Phase.FINISHED:
-        raise UsageError(explain.nothing_left(model.run.name, done, length, by_memtop=grip.profile is None))
+    if change.max_updates is not None or finished:
+        by_memtop = grip.profile is None
+        raise UsageError(explain.nothing_left(model.run.name, done, length, by_memtop=by_memtop, saved=has_saved))
 
 
 def _saved_after(model: Model, saved: Checkpoint) -> int | None:
@@ -121,6 +125,8 @@ def found(model: Model, report: TrainerFound, *, replayed: bool) -> Model:
     known = model.grip if model.grip is not None and model.grip.output_dir == report.output_dir else None
     grip = Grip(
         output_dir=report.output_dir,
+        saves_in="" if known is None else known.saves_in,
+        since=model.run.created,
         made_in=report.made_in,
         batch=report.batch,
         accumulation=report.accumulation,
@@ -142,9 +148,9 @@ def found(model: Model, report: TrainerFound, *, replayed: bool) -> Model:
 
 
 def saved(model: Model, report: Saved, *, replayed: bool) -> Model:
-    """The agent has seen where a program with a profile saves."""
+    """The agent has seen where the program saves."""
     grip = model.grip
-    if grip is None or grip.profile is None or report.path is None or (after := grip.with_seen_at(report.path)) is grip:
+    if grip is None or report.path is None or (after := grip.with_seen_at(report.path)) is grip:
         return model
     model = replace(model, grip=after)
     return model if replayed else emit(model, SaveState())
