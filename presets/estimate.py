@@ -76,17 +76,13 @@ def wrong_value(config: Mapping[str, Any]) -> str | None:
         return str(error)
     except UnknownMemoryError:
         return None
-    # Positions rotate pairs of numbers, in some models only of a part of them. torch repeats the
-    # number of a head of width 1.
-    rotates = not shape.positions and not shape.buckets and shape.kind != "phi3" and not _rotates_a_part(config)
-    if rotates and shape.width % 2 and shape.width > 1:
+    places = (config, config.get("rope_parameters"), config.get("rope_scaling"))
+    rotates_part = any(isinstance(place, Mapping) and "partial_rotary_factor" in place for place in places)
+    # Positions rotate pairs of numbers. torch repeats the number of a head of width 1.
+    rotates_all = not (shape.positions or shape.buckets or shape.kind == "phi3" or rotates_part)
+    if rotates_all and shape.width % 2 and shape.width > 1:
         return f"model.config.head_dim {shape.width}: must be even; without it, it is hidden_size / num_attention_heads"
     return None
-
-
-def _rotates_a_part(config: Mapping[str, Any]) -> bool:
-    places = (config, config.get("rope_parameters"), config.get("rope_scaling"))
-    return any(isinstance(place, Mapping) and "partial_rotary_factor" in place for place in places)
 
 
 _NONE = Tensors([], [])
