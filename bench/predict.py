@@ -1,7 +1,7 @@
 """The dry run compared with published measurements on GPUs.
 
     python -m bench.predict [--only TEXT]
-    python -m bench.predict --closed N [--seed N] [--shallow]
+    python -m bench.predict --closed N [--seed N] [--shallow] [--sharded]
     python -m bench.predict --calibrated N [--seed N]
     python -m bench.predict --speed [--only TEXT]
 
@@ -391,11 +391,14 @@ def closed_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def closed(count: int, seed: int, draw: Callable[[random.Random], Compared]) -> None:
+def closed(count: int, seed: int, draw: Callable[[random.Random], Compared], *, sharded: bool) -> None:
     rng, rows = random.Random(seed), list[dict[str, Any]]()
     try:
         while len(rows) < count:
-            rows.append(closed_row(draw(rng)))
+            one = draw(rng)
+            if sharded and not one.settings.zero.stage:
+                continue
+            rows.append(closed_row(one))
             print(json.dumps(msgspec.to_builtins(rows[-1])), file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print(f"{len(rows)} of {count} trainings were compared", file=sys.stderr)
@@ -421,13 +424,14 @@ def main() -> None:
     parser.add_argument("--calibrated", type=int, default=0, metavar="N", help="scale N estimates by a known peak")
     parser.add_argument("--speed", action="store_true", help="measure how long it takes instead")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the trainings that are compared")
+    parser.add_argument("--sharded", action="store_true", help="with --closed: only trainings with ZeRO")
     options = parser.parse_args()
     if options.speed:
         packages = versions("torch", "transformers", "peft", "bitsandbytes")
         report("predict_speed", {"versions": packages, "rows": speed_rows(options.only)})
         return
     if options.closed:
-        closed(options.closed, options.seed, drawn if options.shallow else drawn_deep)
+        closed(options.closed, options.seed, drawn if options.shallow else drawn_deep, sharded=options.sharded)
         return
     if options.calibrated:
         calibrated(options.calibrated, options.seed)
