@@ -161,6 +161,7 @@ def test_a_program_in_another_job_is_refused(strangers: Strangers) -> None:
         adoption_of(pid)
 
 
+@pytest.mark.long  # imports transformers three times; the next test adopts a program with a profile
 def test_a_training_of_hugging_faces_trainer_resumes(strangers: Strangers, runs: Runs) -> None:
     pid = strangers.run(TRAINER, "waits", MEMTOP_ATTEMPT="1", HF_HUB_OFFLINE="1")
     wait_for(lambda: (strangers.folder / "updates.jsonl").exists() and len(updates(strangers)) == 17)

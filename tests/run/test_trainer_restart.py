@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.conftest import Runs
 
 PROGRAM = str(Path(__file__).with_name("trainer_program.py"))
@@ -103,6 +105,7 @@ def test_a_program_without_a_checkpoint_is_not_started_again(runs: Runs) -> None
     assert [update for update, _, _ in updates(runs)] == list(range(1, 7))
 
 
+@pytest.mark.long  # tests/run/test_profile_restart.py has it with a small program
 def test_a_program_that_does_not_start_returns_to_the_settings_before(runs: Runs) -> None:
     restart(runs, "fails-with-batch-2")
     document = runs.wait("a", lambda d: d["state"] == "finished")
