@@ -195,13 +195,14 @@ NOTHING = "instead     memtop knows no other settings of this method that fit th
     ("words", "said"),
     [
         # Full training offloads more than the host has.
-        (
+        pytest.param(
             ["--vram", "80", "--host-ram", "23"],
             r"--model \S+ --method lora trains adapters, \d+ x .*: ~[\d.]+ GiB of GPU memory",
+            marks=pytest.mark.long,
         ),
         (["--vram", "16", "--host-ram", "23"], r"--model \S+ --method qlora trains adapters on a base in 4 bits, \d+ x .*: ~"),
         (["--vram", "4", "--host-ram", "23"], "take a smaller model"),
-        (["--vram", "3", "--host-ram", "64", "--method", "qlora"], "take a smaller model"),
+        pytest.param(["--vram", "3", "--host-ram", "64", "--method", "qlora"], "take a smaller model", marks=pytest.mark.long),
         (["--vram", "80", "--host-ram", "400"], None),
     ],
 )
