@@ -63,6 +63,8 @@ _run_in_executor = asyncio.BaseEventLoop.run_in_executor
 _QUIET_TURNS = 3
 _SOON = 0.02
 """Seconds: in this time Textual lays out a terminal of another size, and paints what changed."""
+_IN_THREADS = 1.0
+"""Seconds: a test may hold a thread for longer."""
 
 
 def run_in_executor(self: asyncio.BaseEventLoop, *given: Any) -> asyncio.Future[Any]:
@@ -82,7 +84,7 @@ async def wait_for_idle(min_sleep: float = 0, max_sleep: float = 10) -> None:
         next_timer = min((one.when() for one in loop._scheduled if not one.cancelled()), default=math.inf)
         if next_timer <= begin + _SOON:
             await asyncio.sleep(max(0, next_timer - loop.time()))
-        elif _in_threads.get(loop):
+        elif _in_threads.get(loop) and loop.time() < begin + _IN_THREADS:
             await asyncio.sleep(0.001)
         else:
             await asyncio.sleep(0)
