@@ -179,7 +179,7 @@ def test_a_real_run_takes_about_what_was_foreseen(runs: Runs) -> None:
     libraries with the run, so the rank's own resident bytes count, which it reports after each
     update."""
     sizes = ("--set", "model.config.hidden_size=512", "--set", "model.config.num_hidden_layers=9")
-    words = ("--max-updates", "6", "--save-every", "2", "--accum", "1", "--set", "device=cpu", *sizes)
+    words = ("--max-updates", "3", "--save-every", "1", "--accum", "1", "--set", "device=cpu", *sizes)
     runs.memtop("train", "first-run", "--headless", "--name", "a", *words)
     own = msgspec.convert(runs.show("a")["settings"], Settings)
     foreseen = host_estimate(own, own.model["config"], on_gpu=False)

@@ -1,4 +1,4 @@
-"""Tests of screens do not render the frames between two calls of `settle`: see support.py."""
+"""Tests of screens render the frames at which `settle` looks, and wait for no time: support.py."""
 
 from __future__ import annotations
 
