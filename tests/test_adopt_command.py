@@ -162,6 +162,7 @@ def test_a_program_in_another_job_is_refused(strangers: Strangers) -> None:
         adoption_of(pid)
 
 
+@pytest.mark.long  # imports transformers three times; the next test adopts a program with a profile
 @pytest.mark.parametrize(("words", "place"), [(("waits",), "out"), (("waits", "saves-below"), "out/exp1")])
 def test_a_training_of_hugging_faces_trainer_resumes(
     words: tuple[str, ...], place: str, strangers: Strangers, runs: Runs

@@ -62,6 +62,7 @@ def test_help_loads_little(tmp_path: Path) -> None:
     assert found.isdisjoint({"pynvml", "psutil", "sqlite3", "asyncio"})
 
 
+@pytest.mark.long  # imports torch in a new process
 def test_only_runs_on_parquet_files_load_arrow(tmp_path: Path) -> None:
     """It is slow to load."""
     assert loaded_after("import memtop.train.data.rows, memtop.train.batches", tmp_path).isdisjoint({"pyarrow"})

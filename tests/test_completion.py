@@ -246,7 +246,9 @@ TYPED = {
 """What is typed before the tab, and the line after it with the cursor."""
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize(
+    "shell", ["bash", pytest.param("zsh", marks=pytest.mark.long), pytest.param("fish", marks=pytest.mark.long)]
+)
 @pytest.mark.usefixtures("two_gpus")
 def test_a_real_shell_completes_the_line(runs: Runs, tmp_path: Path, shell: str) -> None:
     if shutil.which(shell) is None:

@@ -208,7 +208,7 @@ def test_no_whole_state_left_is_one_clear_line(runs: Runs) -> None:
     assert runs.show("a")["attempts"][1]["exit_status"] == 2
 
 
-@pytest.mark.parametrize(("columns", "rows"), [(160, 50), (80, 24)])
+@pytest.mark.parametrize(("columns", "rows"), [(80, 24), pytest.param(160, 50, marks=pytest.mark.long)])
 def test_a_person_drives_a_run_in_a_real_terminal(runs: Runs, columns: int, rows: int) -> None:
     command = [sys.executable, "-m", "memtop", *tiny(runs, "--name", "a", "--max-updates", "20000")]
     screen = Terminal(command, columns=columns, rows=rows, cwd=str(runs.root), environment=runs.environment)
@@ -303,6 +303,7 @@ def test_a_terminal_that_is_too_small_says_so_and_recovers(runs: Runs) -> None:
         screen.close()
 
 
+@pytest.mark.long  # tests/test_full_disk.py has the other cases of a full disk
 def test_a_full_disk_keeps_the_old_state_and_says_so(runs: Runs, small_disk: Path) -> None:
     place = str(small_disk / "runs")
     runs.memtop(*tiny(runs, "--headless", "--name", "a", "--max-updates", "10", "--runs-dir", place))

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import Runs, wait_for_file
 from tests.recovery.injected import PACED, TINY, inject
 from tests.terminal import Terminal
@@ -151,6 +153,7 @@ def why_it_waits(runs: Runs) -> str:
     return found[1]
 
 
+@pytest.mark.long  # tests/run/test_stopping.py has the reasons, one by one
 def test_a_real_run_says_for_what_its_stop_waits(runs: Runs) -> None:
     inject(runs, SLOW_SAVES, SHORT_WAITS)
     settings = (*TINY, "--set", "save_every=100000", "--max-updates", "200000")

@@ -204,6 +204,7 @@ def test_a_second_interrupt_ends_a_training_that_cannot_save(cramped: Runs) -> N
     assert re.search(r"run a: failed \(stopped at update \d+, not saved: 18 MiB needed", rest), rest
 
 
+@pytest.mark.long  # tests/train/test_disk_wait.py has the trainer alone
 def test_a_signal_from_outside_ends_the_wait_for_good(cramped: Runs) -> None:
     cramped.memtop("train", "wide", "--name", "a", "--detach")
     document = cramped.wait("a", waits)
@@ -214,6 +215,7 @@ def test_a_signal_from_outside_ends_the_wait_for_good(cramped: Runs) -> None:
     assert document["attempts"][0]["diagnosis"]["kind"] == "disk_full"
 
 
+@pytest.mark.long  # tests/train/test_disk_wait.py has the trainer alone
 def test_a_run_that_only_reports_does_not_wait(cramped: Runs) -> None:
     done = cramped.memtop("train", "wide", "--name", "a", "--headless", "--on-oom", "stop", status=1)
     assert "run a: failed (finished update 12, not saved: 18 MiB needed" in done.stderr

@@ -439,11 +439,10 @@ def commands(source: str) -> list[str]:
     return [node.value for node in constants if isinstance(node.value, str)]
 
 
-@pytest.mark.parametrize("command", ["sudo", "fallocate", "mkswap", "swapon", "pip install --force"])
-def test_the_guides_root_and_force_commands_are_never_run(command: str) -> None:
+def test_the_guides_root_and_force_commands_are_never_run() -> None:
     found = sources()
     assert len(found) > 50
-    begins = re.compile(rf"(^|[;&|`]\s*){command}(\s|$)")
+    begins = re.compile(r"(^|[;&|`]\s*)(sudo|fallocate|mkswap|swapon|pip install --force)(\s|$)")
     assert [(path, text) for path, source in found.items() for text in commands(source) if begins.search(text)] == []
 
 

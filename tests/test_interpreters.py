@@ -282,46 +282,65 @@ def test_another_active_environment_is_named_at_the_start(monkeypatch: pytest.Mo
     assert said.endswith("; --python /other chooses the active environment")
 
 
-def test_a_recipe_trains_in_an_environment_without_memtop(runs: Runs) -> None:
-    """Started from an environment without torch: the run, its export and a restart use the other
-    one, and get none of memtop's packages. Without that environment, one line says so."""
-    tool, folder = make_tool_environment(runs.root / "tool"), runs.root / ".venv"
-    python = make_environment(folder, LIBRARIES)
-    environment = {**runs.environment, "PATH": str(runs.root / "nothing")}
+class Apart:
+    """`memtop` in an environment without torch, beside one with torch and without memtop."""
 
-    def memtop(*words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [str(tool), "-m", "memtop", *words], cwd=runs.root, env=environment, capture_output=True, text=True, timeout=240
-        )
+    def __init__(self, runs: Runs) -> None:
+        self.runs = runs
+        self.tool = make_tool_environment(runs.root / "tool")
+        self.folder = runs.root / ".venv"
+        self.python = make_environment(self.folder, LIBRARIES)
+
+    def memtop(self, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+        environment = {**self.runs.environment, "PATH": str(self.runs.root / "nothing")}
+        command, cwd = [str(self.tool), "-m", "memtop", *words], self.runs.root
+        done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
         assert done.returncode == status, done.stderr
         return done
 
+    def train(self) -> str:
+        """Train two updates; what the command says."""
+        words = ("train", "--headless", "--name", "a", "--max-updates", "2", "--set", "device=cpu")
+        return self.memtop(*words, *TINY).stderr
+
+    def shown(self) -> tuple[str, int, str]:
+        shown = json.loads(self.memtop("show", "a", "--json").stdout)
+        return shown["state"], shown["updates"], shown["settings"]["python"]
+
+
+@pytest.fixture
+def apart(runs: Runs) -> Apart:
+    return Apart(runs)
+
+
+def test_a_recipe_trains_in_an_environment_without_memtop(runs: Runs, apart: Apart) -> None:
+    """Started from an environment without torch: the run uses the other one, and gets none of
+    memtop's packages. Without that environment, one line says so."""
+    python = apart.python
     assert subprocess.run([str(python), "-c", "import memtop"], capture_output=True).returncode == 1
-    done = memtop("train", "--headless", "--name", "a", "--max-updates", "2", "--set", "device=cpu", *TINY)
-    assert f"memtop: trains with {python} (.venv in {runs.root}; Python 3." in done.stderr
-    shown = json.loads(memtop("show", "a", "--json").stdout)
-    assert (shown["state"], shown["updates"], shown["settings"]["python"]) == ("finished", 2, str(python))
+    assert f"memtop: trains with {python} (.venv in {runs.root}; Python 3." in apart.train()
+    assert apart.shown() == ("finished", 2, str(python))
     command = json.loads((runs.path / "a/attempts/0001/command.json").read_bytes())
     assert command["argv"][0] == str(python)
     paths = command["environment"]["PYTHONPATH"].split(os.pathsep)
     assert not any("site-packages" in path for path in paths)
     assert [[one.name for one in Path(path).iterdir()] for path in paths if path.endswith("/path")] == [["memtop"]]
-    assert memtop("export", "a", "model").stdout == f"{runs.root / 'model'}\n"
-    checks = {check["check"]: check for check in json.loads(memtop("doctor", "--json").stdout)}
+    checks = {check["check"]: check for check in json.loads(apart.memtop("doctor", "--json").stdout)}
     assert str(python) in checks["trains with"]["found"]
-    assert f"memtop's own ({tool}): it has no torch" in checks["trains with"]["found"]
-
-    folder.rename(runs.root / "moved")
+    assert f"memtop's own ({apart.tool}): it has no torch" in checks["trains with"]["found"]
+    apart.folder.rename(runs.root / "moved")
     gone = f"the Python of this run, {python}: there is no such file; `memtop restart a --set python=PATH` trains with another"
-    assert memtop("export", "a", "again", status=2).stderr == f"memtop: {gone}\n"
-    assert gone in memtop("restart", "a", "--headless", "--max-updates", "3", status=2).stderr
-    memtop("restart", "a", "--headless", "--max-updates", "3", "--set", "python=moved")
-    shown = json.loads(memtop("show", "a", "--json").stdout)
-    assert (shown["state"], shown["updates"], shown["settings"]["python"]) == (
-        "finished",
-        3,
-        str(runs.root / "moved/bin/python"),
-    )
+    assert apart.memtop("export", "a", "again", status=2).stderr == f"memtop: {gone}\n"
+    assert gone in apart.memtop("restart", "a", "--headless", "--max-updates", "3", status=2).stderr
+
+
+@pytest.mark.long
+def test_a_run_is_exported_by_its_own_python_and_goes_on_with_another(runs: Runs, apart: Apart) -> None:
+    apart.train()
+    assert apart.memtop("export", "a", "model").stdout == f"{runs.root / 'model'}\n"
+    apart.folder.rename(runs.root / "moved")
+    apart.memtop("restart", "a", "--headless", "--max-updates", "3", "--set", "python=moved")
+    assert apart.shown() == ("finished", 3, str(runs.root / "moved/bin/python"))
 
 
 def test_the_doctor_says_how_to_get_a_trainer(

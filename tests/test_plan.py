@@ -3,12 +3,15 @@ of a peak."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from memtop.cli import plan_output
 from memtop.presets import Settings, load_presets, load_recipes, resolve
+from memtop.presets.estimate import Estimate, estimate
 from memtop.presets.schema import Zero
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.plan import (
@@ -37,6 +40,17 @@ LLAMA = {
 def first_run(**changes: Any) -> Settings:
     settings = resolve(load_recipes()["first-run"], preset=load_presets()["standard"], whole=False)
     return replace(settings, **changes)
+
+
+_known: dict[bytes, Estimate] = {}
+
+
+def estimated_once(settings: Settings, config: Mapping[str, Any], *, generation: int, capacity: int | None = None) -> Estimate:
+    """`estimate`, in place of it in tests that ask the same again and again."""
+    question = msgspec.json.encode((settings, config, generation, capacity))
+    if question not in _known:
+        _known[question] = estimate(settings, config, generation=generation, capacity=capacity)
+    return _known[question]
 
 
 def linear(settings: Settings) -> Need:

@@ -26,13 +26,13 @@ from memtop.cli import gpus as gpus_of
 from memtop.cli import run
 from memtop.cli.plan_host import host_text, planned_host, share_text
 from memtop.cli.plan_output import bound_text
-from memtop.presets import Settings, parameters
+from memtop.presets import Settings, host_estimate, parameters
 from memtop.presets.choosing import COMMUNICATION_BYTES, CONTEXT_BYTES
 from memtop.presets.estimate import estimate
 from memtop.presets.measured import GpuKind, Measured, learned, model_key, place, remember
 from memtop.presets.parameters import least_size
 from memtop.presets.schema import Lora
-from memtop.supervisor import dry_runs, language, units
+from memtop.supervisor import dry_runs, language, plan, units
 from memtop.supervisor.dry_runs import DryRuns
 from memtop.supervisor.interpreters import Search
 from memtop.supervisor.monitor.processes.proc import identify, is_alive
@@ -45,7 +45,7 @@ from memtop.supervisor.plan import (
 )
 from memtop.supervisor.recovery.forecast import words_at_launch
 from tests.forking import Program
-from tests.test_plan import CARD, GIB, LLAMA, MIB, first_run
+from tests.test_plan import CARD, GIB, LLAMA, MIB, estimated_once, first_run
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,8 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: Path)
     (tmp_path / "cache" / "memtop").mkdir(parents=True)
     (tmp_path / "cache" / "memtop" / "dry_runs").symlink_to(answers)
     monkeypatch.setenv("COLUMNS", "200")
+    for module in (plan, host_estimate):
+        monkeypatch.setattr(module, "estimate", estimated_once)
     forked = functools.partial(Program, imported=("peft", "bitsandbytes"))
     monkeypatch.setattr(dry_runs, "subprocess", SimpleNamespace(Popen=forked, PIPE=subprocess.PIPE))
 

@@ -19,9 +19,10 @@ from transformers.models.auto.modeling_auto import (
 
 from memtop.cli import gpus as gpus_of
 from memtop.cli import run
-from memtop.presets import checks
+from memtop.presets import checks, host_estimate
 from memtop.presets.parameters import least_size, model_parameters
-from tests.test_plan import LLAMA, first_run
+from memtop.supervisor import plan
+from tests.test_plan import LLAMA, estimated_once, first_run
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +30,8 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of its own, and a Python without torch."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
+    for module in (plan, host_estimate):
+        monkeypatch.setattr(module, "estimate", estimated_once)
     (tmp_path / "bare").symlink_to(Path(sys.base_prefix) / "bin" / "python3")
     monkeypatch.setenv("MEMTOP_PYTHON", str(tmp_path / "bare"))
 
@@ -195,13 +198,14 @@ NOTHING = "instead     memtop knows no other settings of this method that fit th
     ("words", "said"),
     [
         # Full training offloads more than the host has.
-        (
+        pytest.param(
             ["--vram", "80", "--host-ram", "23"],
             r"--model \S+ --method lora trains adapters, \d+ x .*: ~[\d.]+ GiB of GPU memory",
+            marks=pytest.mark.long,
         ),
         (["--vram", "16", "--host-ram", "23"], r"--model \S+ --method qlora trains adapters on a base in 4 bits, \d+ x .*: ~"),
         (["--vram", "4", "--host-ram", "23"], "take a smaller model"),
-        (["--vram", "3", "--host-ram", "64", "--method", "qlora"], "take a smaller model"),
+        pytest.param(["--vram", "3", "--host-ram", "64", "--method", "qlora"], "take a smaller model", marks=pytest.mark.long),
         (["--vram", "80", "--host-ram", "400"], None),
     ],
 )

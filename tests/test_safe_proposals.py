@@ -11,19 +11,17 @@ from __future__ import annotations
 import contextlib
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from memtop.cli.common import proposal_lines
 from memtop.presets import Settings, load_presets, load_recipes, resolve
 from memtop.presets.comparison import outlook
-from memtop.presets.estimate import Estimate, estimate
 from memtop.presets.files import usable
 from memtop.presets.measured import GpuKind, Learned, Measured, model_key
 from memtop.presets.parameters import stored_config
@@ -42,6 +40,7 @@ from memtop.supervisor.wire import Proposal
 from memtop.train.batch_choice import first_size
 from tests.forking import Program
 from tests.recovery.support import died
+from tests.test_plan import estimated_once
 
 MIB, GIB = 1 << 20, 1 << 30
 SAFE = 0.85
@@ -76,18 +75,6 @@ ASKED = {
 }
 REFUSED = {("sft-qlora", "stage3"), ("sft-qlora", "minimal")}
 LADDER = [(recipe, preset) for recipe in ASKED for preset in usable(load_presets(), recipe) if (recipe, preset) not in REFUSED]
-
-
-_known: dict[bytes, Estimate] = {}
-
-
-def estimated_once(settings: Settings, config: Mapping[str, Any], *, generation: int, capacity: int | None) -> Estimate:
-    """`estimate`: memtop and the judge ask the same half of the time, and the tests each other's
-    questions."""
-    question = msgspec.json.encode((settings, config, generation, capacity))
-    if question not in _known:
-        _known[question] = estimate(settings, config, generation=generation, capacity=capacity)
-    return _known[question]
 
 
 @pytest.fixture(autouse=True)

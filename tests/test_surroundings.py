@@ -61,7 +61,10 @@ def test_a_dashboard_that_gets_a_signal_restores_the_terminal(
         terminal.close()
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed",
+    [">&-", "<&- >&- 2>&-", pytest.param("<&-", marks=pytest.mark.long), pytest.param("2>&-", marks=pytest.mark.long)],
+)
 def test_closed_streams_are_no_error(runs: Runs, closed: str) -> None:
     for command in ("watch --csv", "watch --once --json", "runs --json"):
         words = f'"{sys.executable}" -m memtop {command} {closed}'
@@ -166,7 +169,10 @@ def test_a_user_without_a_home_folder_is_told_what_to_set(runs: Runs, capsys: py
     assert "-> set XDG_CACHE_HOME to a folder that you can write, before you train with data.train" in said
 
 
-@pytest.mark.parametrize("home", [None, "", "/dev/null", "/nonexistent/home", "relative"])
+@pytest.mark.parametrize(
+    "home",
+    [None, "/dev/null", *(pytest.param(place, marks=pytest.mark.long) for place in ("", "/nonexistent/home", "relative"))],
+)
 def test_a_home_folder_that_cannot_be_used_stops_no_program(runs: Runs, home: str | None) -> None:
     for name in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
         runs.environment.pop(name, None)

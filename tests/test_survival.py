@@ -283,6 +283,7 @@ def test_a_full_shm_leads_to_no_workers(runs: Runs) -> None:
     assert (second["settings"]["workers"], second["settings"]["batch"]) == (0, 64)
 
 
+@pytest.mark.long  # tests/test_full_disk.py has a run that waits until its disk grows
 def test_a_full_disk_is_waited_for(runs: Runs, small_disk: Path) -> None:
     """After the first save the disk is full. The trainer keeps its state in memory, and saves it
     when somebody frees space."""

@@ -28,6 +28,7 @@ from memtop.supervisor.monitor.values import GpuDetails, GpuSample, MachineSnaps
 from memtop.supervisor.program import name_of
 from memtop.supervisor.wire import Change
 from tests.conftest import Runs
+from tests.forking import LONG
 from tests.nvml_double.double import Script, nvml_library  # noqa: F401 (a fixture)
 from tests.recovery.injected import TINY
 
@@ -143,7 +144,7 @@ def test_a_launch_and_a_plan_say_of_the_chosen_preset_what_chose_it(
     """On every card of which some preset is foreseen to take less than 85 %."""
     monkeypatch.setattr("memtop.cli.plan.search", lambda: Search(found=None))
     chosen = set()
-    for gib in (3.0, 4.0, 6.0, 8.0, 12.0, 24.0):
+    for gib in (3.0, 4.0, 6.0, 8.0, 12.0, 24.0) if LONG else (3.0, 8.0, 24.0):
         monkeypatch.setattr(gpus_of, "sample", lambda gib=gib: of_size(gib, count=len(gpus or "1")))
         settings = settings_for(recipe, None, data, gpus)
         reason, *others = capsys.readouterr().err.splitlines()
@@ -393,6 +394,7 @@ def test_the_pinned_gpu_is_in_the_environment_of_the_program(runs: Runs, tmp_pat
     assert (runs.show("a")["settings"]["gpus"], runs.show("a")["settings"]["world_size"]) == ("GPU-1", 1)
 
 
+@pytest.mark.long  # tests/train/test_portable_state.py goes on with two processes
 def test_a_restart_with_more_processes_goes_on_with_the_next_sample(runs: Runs, tmp_path: Path, nvml_library: Path) -> None:  # noqa: F811
     script = Script(tmp_path / "script").gpu(0, total=GIB, used=0).gpu(1, total=GIB, used=0)
     runs.environment |= script.write().env(nvml_library)

@@ -380,7 +380,7 @@ def test_runs_are_shown_in_chinese(runs: Runs) -> None:
     oom = ("--name", "o", "--headless", "--lang", "zh", "--", sys.executable, "oom.py")
     shown.append(runs.memtop("train", *oom, status=1))
     shown.append(runs.memtop("restart", "o", "--headless", "--lang", "zh", status=1))
-    small = ("first-run", "--name", "f", "--headless", "--max-updates", "2", "--set", "data.max_bytes=300000")
+    small = ("first-run", "--name", "f", "--headless", "--max-updates", "2", *TINY)
     shown.append(runs.memtop("train", *small, "--lang", "zh"))
     split = ("--batch", "4", "--accum", "8", "--max-updates", "3")
     shown.append(runs.memtop("restart", "f", *split, "--headless", "--lang", "zh"))

@@ -12,7 +12,6 @@ from typing import TypeVar
 
 import pytest
 
-from memtop.supervisor.monitor.nvml import events as nvml_events
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.processes.proc import ProcessId, identify
 from memtop.supervisor.monitor.values import GpuSample
@@ -76,9 +75,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def reader(driver: object, clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[NvmlReader]:
+def reader(driver: object, clock: Clock, tmp_path: Path) -> Iterator[NvmlReader]:
     """A reader of the scripted driver, with the manual clock."""
-    monkeypatch.setattr(nvml_events, "WAIT_MILLISECONDS", 5)
     reader = NvmlReader(monotonic=clock, environment={}, sys_root=tmp_path / "no-sys")
     yield reader
     reader.close()

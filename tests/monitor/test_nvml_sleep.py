@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from memtop.cli import gpus
-from memtop.supervisor.monitor.nvml import events as nvml_events
 from memtop.supervisor.monitor.nvml.environment import ASLEEP, all_asleep
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.sampler import Sampler
@@ -34,8 +33,7 @@ def device(tmp_path: Path) -> Device:
 
 
 @pytest.fixture
-def reader(driver: Script, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[NvmlReader]:
-    monkeypatch.setattr(nvml_events, "WAIT_MILLISECONDS", 5)
+def reader(driver: Script, tmp_path: Path, clock: Clock) -> Iterator[NvmlReader]:
     reader = NvmlReader(monotonic=clock, environment={}, sys_root=tmp_path / "sys")
     yield reader
     reader.close()

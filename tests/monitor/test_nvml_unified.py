@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
-from memtop.supervisor.monitor.nvml import events as nvml_events
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.values import Band, band_of
 from tests.monitor.conftest import GIB, Clock, Tree, one
@@ -20,9 +19,8 @@ Make = Callable[..., NvmlReader]
 
 
 @pytest.fixture
-def reading(driver: Script, clock: Clock, tree: Tree, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def reading(driver: Script, clock: Clock, tree: Tree) -> Iterator[Make]:
     """Makes a reader on a machine with this /proc/meminfo."""
-    monkeypatch.setattr(nvml_events, "WAIT_MILLISECONDS", 5)
     made: list[NvmlReader] = []
 
     def make(meminfo: str | None = MEMINFO) -> NvmlReader:

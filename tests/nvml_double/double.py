@@ -25,6 +25,8 @@ from typing import Any
 
 import pytest
 
+from memtop.supervisor.monitor.nvml import events
+
 SOURCES = [Path(__file__).with_name(name) for name in ("nvml_script.c", "nvml_double.c", "nvml_lists.c")]
 LIBRARY = "libnvidia-ml.so.1"
 
@@ -180,6 +182,8 @@ def driver(nvml_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """The script of this process's NVML bindings, empty at first."""
     script = Script(tmp_path / "nvml-script").write()
     monkeypatch.setenv("NVML_DOUBLE_SCRIPT", str(script.path))
+    # A reader that is closed waits for the thread that waits for events.
+    monkeypatch.setattr(events, "WAIT_MILLISECONDS", 5)
     with in_process(nvml_library) as library:
         script.library = library
         yield script

@@ -90,6 +90,7 @@ def test_settings_on_trial_outlive_neither_a_supervisor_nor_a_stop(runs: Runs) -
     runs.memtop("stop", "a")
 
 
+@pytest.mark.long
 def test_a_program_that_dies_in_a_trial_goes_on_with_the_settings_before(runs: Runs) -> None:
     inject(runs, FATAL)
     start(runs)

@@ -99,8 +99,8 @@ def receiver() -> Iterator[Receiver]:
     [
         ("stall", True),
         ("survived", False),
-        ("danger", True),
-        ("leak", False),
+        pytest.param("danger", True, marks=pytest.mark.long),
+        pytest.param("leak", False, marks=pytest.mark.long),
         *(pytest.param(topic, topic in ("survived", "leak"), marks=pytest.mark.long) for topic in KINDS),
     ],
 )
@@ -151,8 +151,8 @@ def test_each_event_is_told_once_to_each_address_across_a_supervisors_death(
 @pytest.mark.parametrize(
     ("way", "sequence", "fails"),
     [
-        ("bell", "\x07", True),
-        ("osc9", "\x1b]9;a {}: {}\x1b\\", False),
+        pytest.param("bell", "\x07", True, marks=pytest.mark.long),
+        pytest.param("osc9", "\x1b]9;a {}: {}\x1b\\", False, marks=pytest.mark.long),
         ("osc777", "\x1b]777;notify;a {};{}\x1b\\", True),
     ],
 )

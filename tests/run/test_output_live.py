@@ -69,7 +69,11 @@ def test_a_program_that_steps_no_optimizer_gets_its_curve(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "remedy"), [(("-I",), "leave the option out"), ((), "append the old one (PYTHONPATH=.:$PYTHONPATH)")]
+    ("option", "remedy"),
+    [
+        (("-I",), "leave the option out"),
+        pytest.param((), "append the old one (PYTHONPATH=.:$PYTHONPATH)", marks=pytest.mark.long),
+    ],
 )
 def test_where_the_agent_cannot_enter_the_output_tells_and_a_warning_says_why(
     runs: Runs, option: tuple[str, ...], remedy: str

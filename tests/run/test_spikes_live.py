@@ -14,6 +14,7 @@ from tests.conftest import Runs
 from tests.recovery.injected import BROKEN, PACED, inject
 from tests.test_end_to_end import tiny
 
+LONG = pytest.mark.long
 NOT_FINITE = BROKEN.replace("parameter.add_(torch.randn_like(parameter))", "parameter.fill_(float('nan'))")
 
 
@@ -25,13 +26,20 @@ def broken(runs: Runs, fault: str, action: str, status: int | None) -> dict[str,
     return runs.show("a", metrics=True)
 
 
+def no_broken_weights_are_saved(runs: Runs) -> None:
+    """Also where a save is due, at update 40, and where nobody answers."""
+    saved = [event.data["updates"] for event in runs.events("a", "checkpoint") if event.attempt == 1 and event.data]
+    assert not [update for update in saved if update >= 33]
+    assert weights_are_finite(runs.path / "a")
+
+
 def weights_are_finite(folder: Path) -> bool:
     found = [tensor for path in folder.rglob("*.safetensors") for tensor in load_file(path).values()]
     assert found, folder
     return all(bool(torch.isfinite(tensor).all()) for tensor in found)
 
 
-@pytest.mark.parametrize("fault", [BROKEN, NOT_FINITE], ids=["high", "not finite"])
+@pytest.mark.parametrize("fault", [pytest.param(BROKEN, id="high"), pytest.param(NOT_FINITE, id="not finite", marks=LONG)])
 def test_a_run_goes_back_by_itself_and_says_which_samples_it_leaves_out(runs: Runs, fault: str) -> None:
     document = broken(runs, fault, "back", 0)
     assert [attempt["outcome"] for attempt in document["attempts"]] == ["failed", "finished"]
@@ -44,10 +52,10 @@ def test_a_run_goes_back_by_itself_and_says_which_samples_it_leaves_out(runs: Ru
     assert second["start_updates"] == spike.data["state_update"] <= 32
     assert [row["update"] for row in document["metrics"]] == list(range(1, document["updates"] + 1))
     assert all(math.isfinite(row["loss"]) for row in document["metrics"])
-    assert weights_are_finite(runs.path / "a")
+    no_broken_weights_are_saved(runs)
 
 
-@pytest.mark.parametrize("fault", [BROKEN, NOT_FINITE], ids=["high", "not finite"])
+@pytest.mark.parametrize("fault", [pytest.param(BROKEN, id="high", marks=LONG), pytest.param(NOT_FINITE, id="not finite")])
 def test_a_run_stops_and_keeps_the_state_from_before(runs: Runs, fault: str) -> None:
     document = broken(runs, fault, "stop", 1)
     (attempt,) = document["attempts"]
@@ -55,14 +63,10 @@ def test_a_run_stops_and_keeps_the_state_from_before(runs: Runs, fault: str) -> 
     (spike,) = runs.events("a", "spike")
     assert "`memtop rollback a --before-spike` goes back to the state of update 30" in spike.message
     assert document["checkpoint"]["updates"] == 30
-    assert weights_are_finite(runs.path / "a")
+    no_broken_weights_are_saved(runs)
 
 
-@pytest.mark.parametrize("action", ["ask", "back", "stop"])
-def test_weights_that_are_not_finite_reach_no_saved_state(runs: Runs, action: str) -> None:
-    """Also where a save is due, at update 40, and where nobody answers."""
-    document = broken(runs, NOT_FINITE, action, None)
-    saved = [event.data["updates"] for event in runs.events("a", "checkpoint") if event.attempt == 1 and event.data]
-    assert not [update for update in saved if update >= 33]
-    assert weights_are_finite(runs.path / "a")
+def test_weights_that_are_not_finite_reach_no_saved_state_while_nobody_answers(runs: Runs) -> None:
+    document = broken(runs, NOT_FINITE, "ask", None)
+    no_broken_weights_are_saved(runs)
     assert document["checkpoint"]["complete"]

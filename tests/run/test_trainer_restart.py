@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.conftest import Runs
 from tests.run.test_program_checkpoints import save
 
@@ -106,6 +108,7 @@ def test_a_program_without_a_checkpoint_is_not_started_again(runs: Runs) -> None
     assert [update for update, _, _ in updates(runs)] == list(range(1, 7))
 
 
+@pytest.mark.long  # tests/run/test_profile_restart.py has it with a small program
 def test_a_program_that_does_not_start_returns_to_the_settings_before(runs: Runs) -> None:
     restart(runs, "fails-with-batch-2")
     document = runs.wait("a", lambda d: d["state"] == "finished")

@@ -25,6 +25,7 @@ from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.units import GIB
 from tests.conftest import Runs
+from tests.forking import LONG
 from tests.nvml_double.double import Script
 from tests.serve.served import SECONDS, Served, path_of, tab_of
 from tests.test_streaming import free_port
@@ -315,7 +316,7 @@ async def test_several_tabs_have_one_process_at_the_driver(
     script = Script(tmp_path / "script").gpu(0, total=20 * GIB, used=5 * GIB, uuid="GPU-a", name="A4500")
     script.gpu(1, total=20 * GIB, used=5 * GIB, uuid="GPU-b", name="B4500").write()
     runs.environment |= script.env(nvml_library)
-    for words in ([], [over.name], ["--gpus", "0"]):
+    for words in ([], [over.name], ["--gpus", "0"]) if LONG else ([over.name],):
         served = serve("--interval", "0.2", *words)
         cookie = served.cookie()
         async with tab_of(served, cookie) as one, tab_of(served, cookie) as two, tab_of(served, cookie) as three:

@@ -79,7 +79,12 @@ async def test_with_allow_actions_a_tab_can_stop_the_run(runs: Runs, serve: Call
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"), [(["--replay", "over"], "replay"), (["latest"], "over"), (["--lang", "zh"], "只读")]
+    ("words", "wanted"),
+    [
+        (["--replay", "over"], "replay"),
+        pytest.param(["latest"], "over", marks=pytest.mark.long),
+        pytest.param(["--lang", "zh"], "只读", marks=pytest.mark.long),
+    ],
 )
 async def test_every_way_of_watching_is_served(words: list[str], wanted: str, runs: Runs, serve: Callable[..., Served]) -> None:
     runs.memtop("train", "--name", "over", "--headless", "--runs-dir", "elsewhere", "--", "echo", "a line of the log")
@@ -223,6 +228,7 @@ GLYPHS = """
 """How wide some characters are, in cells, and what they look like in the font of the terminal."""
 
 
+@pytest.mark.long
 @needs_browser
 @pytest.mark.skipif(not chromium.has_chinese(), reason="needs a Chinese font (apt-get install fonts-noto-cjk)")
 async def test_chinese_is_drawn_and_its_columns_line_up(serve: Callable[..., Served]) -> None:
@@ -263,6 +269,7 @@ async def test_pages_of_others_get_nothing_from_the_browser(demo: Served) -> Non
         other.shutdown()
 
 
+@pytest.mark.long
 @needs_browser
 async def test_a_tab_that_has_ended_says_how_to_go_on(serve: Callable[..., Served]) -> None:
     served = serve("--demo")

@@ -25,6 +25,7 @@ from memtop.presets import Settings
 from memtop.presets.schema import with_splits
 from memtop.train import TrainingError
 from memtop.train.optimizers import bytes_of_first_step
+from tests.forking import LONG
 from tests.train.failing import (
     Clock,
     Failing,
@@ -41,8 +42,8 @@ from tests.train.failing import (
 )
 from tests.train.support import Training, held_out
 
-UPDATES, FAILURES = 100, 20
-FEWER_UPDATES, FEWER_FAILURES = 50, 10
+UPDATES, FAILURES = (100, 20) if LONG else (40, 8)
+FEWER_UPDATES, FEWER_FAILURES = (50, 10) if LONG else (20, 5)
 
 
 def failures_of(rank: int, count: int, updates: int) -> list[Failure]:

@@ -90,7 +90,8 @@ if __name__ == "__main__":
         ("fork", {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}),
         pytest.param("forkserver", {}, marks=pytest.mark.long),
         pytest.param("spawn", {}, marks=pytest.mark.long),
-        ("spawn", {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}),
+        # Each rank imports torch.
+        pytest.param("spawn", {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, marks=pytest.mark.long),
     ],
 )
 def test_ranks_that_the_program_starts_write_separate_journals(tmp_path: Path, method: str, launcher: dict[str, str]) -> None:

@@ -89,7 +89,7 @@ SMALL = 3 * (2 * 256 * 256 + 2 * 256 * 128)
 
 
 def test_pieces_of_the_loss_that_repeat_are_left_out_without_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    changes: tuple[dict[str, Any], ...] = ({}, {"accumulation": 2, "autocast": None}, {"method": "lora", "lora": QKVO})
+    changes: tuple[dict[str, Any], ...] = ({}, {"method": "lora", "lora": QKVO, "accumulation": 2, "autocast": None})
     few = [foreseen(batch=4, loss_chunk=60, **one) for one in changes]
     monkeypatch.setattr(run, "_PIECES", 1000)
     for one, found in zip(changes, few, strict=True):
@@ -257,8 +257,8 @@ def test_weights_in_4_bits(double: bool) -> None:
 @pytest.mark.parametrize(
     ("attention", "method"),
     [
-        ("eager", "full"),
-        ("sdpa", "lora"),
+        pytest.param("eager", "full", marks=pytest.mark.long),
+        pytest.param("sdpa", "lora", marks=pytest.mark.long),
         ("eager", "qlora"),
         pytest.param("sdpa", "full", marks=pytest.mark.long),
         pytest.param("eager", "lora", marks=pytest.mark.long),
@@ -442,10 +442,10 @@ def test_what_a_user_can_get_wrong_is_one_line(changes: dict[str, Any], text: st
     "changes",
     [
         pytest.param({}, marks=pytest.mark.long),
-        {"gradient_checkpointing": True, "accumulation": 2},
-        {"method": "lora", "lora": QKVO, "optimizer": "adamw_8bit"},
+        pytest.param({"gradient_checkpointing": True, "accumulation": 2}, marks=pytest.mark.long),
+        pytest.param({"method": "lora", "lora": QKVO, "optimizer": "adamw_8bit"}, marks=pytest.mark.long),
         {"method": "qlora", "lora": QKVO, "weights": "bf16", "gradient_checkpointing": True},
-        {"optimizer": "adafactor", "loss": "whole"},
+        pytest.param({"optimizer": "adafactor", "loss": "whole"}, marks=pytest.mark.long),
         {"config": T5, "task": "seq2seq", "padded": True},
     ],
     ids=lambda changes: "-".join(map(str, changes)) or "plain",
@@ -489,9 +489,15 @@ def _replayed(trace: Any) -> list[int]:
     "changes",
     [
         {"accumulation": 2, "gradient_checkpointing": True, "method": "lora", "lora": Lora(r=8, alpha=16, dropout=0.1)},
-        {"method": "qlora", "lora": QKVO, "weights": "bf16", "optimizer": "adamw_8bit"},
-        {"config": T5, "task": "seq2seq", "padded": True, "attention": "eager", "autocast": "fp16", "generation": 75},
-        {"autocast": None, "weights": "bf16", "zero": Zero(stage=2, offload_optimizer=True), "world_size": 2},
+        pytest.param({"method": "qlora", "lora": QKVO, "weights": "bf16", "optimizer": "adamw_8bit"}, marks=pytest.mark.long),
+        pytest.param(
+            {"config": T5, "task": "seq2seq", "padded": True, "attention": "eager", "autocast": "fp16", "generation": 75},
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {"autocast": None, "weights": "bf16", "zero": Zero(stage=2, offload_optimizer=True), "world_size": 2},
+            marks=pytest.mark.long,
+        ),
         {"autocast": None, "weights": "bf16", "zero": Zero(stage=3), "world_size": 2},
     ],
 )

@@ -108,8 +108,9 @@ CASES = [
     (Zero(stage=3, offload_optimizer=True, offload_parameters=True), "bf16", {"accumulation": 2}),
     (Zero(stage=3), "bf16", {"method": "lora", "lora": Lora(r=8, alpha=16), "gradient_checkpointing": True}),
 ]
-USUAL = [CASES[number] for number in (0, 3, 5, 9)]
-"""Those of `make test`: each stage, offload, precision of 16 bits and change at least once."""
+USUAL = [CASES[number] for number in (0, 3, 9)]
+"""Those of `make test`: each stage, precision of 16 bits and change at least once, and the offload
+of stage 3."""
 
 
 @pytest.mark.parametrize(
@@ -117,8 +118,7 @@ USUAL = [CASES[number] for number in (0, 3, 5, 9)]
     [
         *(pytest.param(2, *case, marks=[] if case in USUAL else pytest.mark.long) for case in CASES),
         (1, *CASES[-2]),
-        (2, Zero(stage=3), "bf16", ADAPTED_EXPERTS[1]),
-        pytest.param(2, Zero(stage=3), "bf16", ADAPTED_EXPERTS[0], marks=pytest.mark.long),
+        *(pytest.param(2, Zero(stage=3), "bf16", adapted, marks=pytest.mark.long) for adapted in ADAPTED_EXPERTS),
         *(pytest.param(1, *case, marks=pytest.mark.long) for case in CASES if case is not CASES[-2]),
     ],
     ids=str,

@@ -24,6 +24,7 @@ from memtop.presets.sequence import Phase
 from memtop.presets.states import UnknownMemoryError
 from memtop.train.dry_run.build import config_of, training_of
 from memtop.train.dry_run.run import foresee, recorded
+from tests.forking import LONG
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -55,7 +56,7 @@ def estimated(config: dict[str, Any] = LLAMA, generation: int = 80, capacity: in
 def test_the_estimate_is_near_the_dry_run_and_rather_above_it(kind: str) -> None:
     """`bench.predict --closed` draws hundreds of trainings."""
     rng = random.Random(kind)
-    for _ in range(2):
+    for _ in range(2 if LONG else 1):
         one = drawn(rng, kind)
         found = estimate(one.settings, one.config, generation=one.generation, capacity=one.capacity)
         exact = one.foreseen()
@@ -66,7 +67,8 @@ def test_the_estimate_is_near_the_dry_run_and_rather_above_it(kind: str) -> None
 @pytest.mark.parametrize("task", ["causal", "seq2seq"])
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 def test_every_preset_is_estimated_and_run_without_numbers_or_refused_by_name(method: Any, task: Any) -> None:
-    """Within the bounds of docs/performance.md. Presets that lead to the same settings are one."""
+    """Within the bounds of docs/performance.md. Presets that lead to the same settings are one.
+    `make test` compares those of causal language models with the dry run, and `make long` all."""
     config = T5 | {"num_layers": 1} if task == "seq2seq" else LLAMA | {"num_hidden_layers": 1}
     lora = None if method == "full" else Lora(r=16, alpha=16, targets=("q", "v") if task == "seq2seq" else ("q_proj", "v_proj"))
     base = settings(
@@ -92,6 +94,9 @@ def test_every_preset_is_estimated_and_run_without_numbers_or_refused_by_name(me
             continue
         seen.append(after)
         found = estimate(after, config, generation=80)
+        if task == "seq2seq" and not LONG:
+            assert found.reserved >= found.allocated > 0, name
+            continue
         exact = foresee(training_of(after, generation=80, capacity=None))
         assert -0.03 <= found.allocated / exact.allocated - 1 <= 0.12, (name, found.allocated, exact.allocated)
         assert -0.06 <= found.reserved / exact.reserved - 1 <= 0.2, (name, found.reserved, exact.reserved)
@@ -116,7 +121,7 @@ SHARDED = {"world_size": 4, "precision": "bf16"}
         ),
         pytest.param("GPT-2-355M", FULL | {"batch": 4, "optimizer": "adafactor", "precision": "fp32"}, marks=pytest.mark.long),
         pytest.param("T5-base", FULL | {"batch": 16, "task": "seq2seq", "accumulation": 4}, marks=pytest.mark.long),
-        ("SmolLM2-135M", FULL | SHARDED | {"zero": Zero(stage=1), "batch": 8}),
+        pytest.param("SmolLM2-135M", FULL | SHARDED | {"zero": Zero(stage=1), "batch": 8}, marks=pytest.mark.long),
         ("SmolLM2-135M", FULL | SHARDED | {"zero": Zero(stage=2, offload_optimizer=True), "batch": 8}),
         pytest.param(
             "SmolLM2-360M", FULL | SHARDED | {"zero": Zero(stage=3), "gradient_checkpointing": True}, marks=pytest.mark.long
@@ -131,9 +136,10 @@ SHARDED = {"world_size": 4, "precision": "bf16"}
             FULL | SHARDED | {"zero": Zero(stage=3, offload_optimizer=True, offload_parameters=True), "batch": 8},
         ),
         # Its layers are no linear ones, which ZeRO-3 would replace.
-        (
+        pytest.param(
             "GPT-2-124M",
             {"zero": Zero(stage=3), "method": "lora", "lora": replace(ALL, targets=("all-linear",)), "model": {"path": "read"}},
+            marks=pytest.mark.long,
         ),
         # All gradients are looked at for infinite ones.
         pytest.param("SmolLM2-135M", FULL | {"zero": Zero(stage=3), "precision": "fp16", "batch": 1}, marks=pytest.mark.long),
@@ -148,7 +154,7 @@ SHARDED = {"world_size": 4, "precision": "bf16"}
             marks=pytest.mark.long,
         ),
         # The module that calls another one holds what it gives it.
-        (
+        pytest.param(
             "Llama-3.2-1B",
             {
                 "method": "lora",
@@ -158,6 +164,7 @@ SHARDED = {"world_size": 4, "precision": "bf16"}
                 "batch": 16,
                 "model": {"path": "read"},
             },
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -264,14 +271,19 @@ def test_zero_2_reduces_a_full_bucket_in_the_middle_of_a_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("generation", "values"),
+    ("kind", "generation", "values"),
     [
-        (80, FULL),
-        (75, {"method": "qlora", "lora": ALL, "gradient_checkpointing": True, "precision": "fp16"}),
-        pytest.param(86, {"method": "full", "precision": "fp32", "gradient_checkpointing": True}, marks=pytest.mark.long),
+        pytest.param(kind, generation, values, marks=[] if case == number % 2 else [pytest.mark.long])
+        for number, kind in enumerate(KINDS)
+        for case, (generation, values) in enumerate(
+            (
+                (80, FULL),
+                (75, {"method": "qlora", "lora": ALL, "gradient_checkpointing": True, "precision": "fp16"}),
+                (86, {"method": "full", "precision": "fp32", "gradient_checkpointing": True}),
+            )
+        )
     ],
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_layers_make_and_end_their_tensors_in_torchs_order(kind: str, generation: int, values: dict[str, Any]) -> None:
     """The order decides where a large tensor fits. If several have the same size, it matters which
     one is freed. The estimate has fewer pieces of the loss than the dry run."""

@@ -1,5 +1,5 @@
-"""Any strategy resumes from any other: each is source and target once; `bench/state_matrix.py` runs
-all pairs.
+"""Any strategy resumes from any other: in `make long` each is source and target once;
+`bench/state_matrix.py` runs all pairs.
 """
 
 from __future__ import annotations
@@ -22,19 +22,24 @@ CHAIN = (
     ("zero2-offload", 1),
     ("zero3", 1),
 )
+SHORT = (("plain", 1), ("zero3", 2), ("zero2-offload", 1))
+"""A state of whole tensors becomes one of parts, of two processes, and then one of one process."""
 EACH = 3
-SETTINGS = edited(batch=2, accumulation=4, target_samples=8 * EACH * len(CHAIN), save_every=1000)
 
 
-@pytest.mark.timeout(900)  # eight trainings, one after the other: 105 s on a quiet machine
-def test_changing_the_strategy_at_every_restart_does_not_change_training(tmp_path: Path) -> None:
-    undisturbed = Training(tmp_path / "undisturbed_state", SETTINGS)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("chain", [SHORT, pytest.param(CHAIN, marks=pytest.mark.long)], ids=["short", "whole"])
+def test_changing_the_strategy_at_every_restart_does_not_change_training(
+    chain: tuple[tuple[str, int], ...], tmp_path: Path
+) -> None:
+    whole = edited(batch=2, accumulation=4, target_samples=8 * EACH * len(chain), save_every=1000)
+    undisturbed = Training(tmp_path / "undisturbed_state", whole)
     assert undisturbed.run() == "finished"
     losses, digests = [], []
     state = tmp_path / "train_latest_state"
-    for number, (strategy, processes) in enumerate(CHAIN):
+    for number, (strategy, processes) in enumerate(chain):
         settings = msgspec.structs.replace(
-            SETTINGS,
+            whole,
             zero=STRATEGIES[strategy],
             world_size=processes,
             accumulation=4 // processes,

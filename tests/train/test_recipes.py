@@ -244,7 +244,7 @@ def test_t5_trains_the_same_with_gradient_checkpointing(train: Train, tmp_path: 
 @pytest.mark.parametrize(
     ("recipe", "zero"),
     [
-        ("sft-lora", Zero(stage=2)),
+        pytest.param("sft-lora", Zero(stage=2), marks=pytest.mark.long),
         ("sft-lora", Zero(stage=3)),
         ("sft-qlora", Zero(stage=2)),
     ],

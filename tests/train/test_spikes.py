@@ -252,7 +252,7 @@ def test_a_spike_without_an_earlier_state_says_so(tmp_path: Path) -> None:
 
 
 def test_a_slow_rise_is_a_warning_and_nothing_else(tmp_path: Path) -> None:
-    training = Training(tmp_path / "state", edited(target_samples=8 * 460, save_every=1000))
+    training = Training(tmp_path / "state", edited(batch=1, accumulation=1, target_samples=460, save_every=1000))
     trainer: Any = training.trainer
     read = trainer._read_results
 

@@ -114,7 +114,11 @@ def waits_of(settings: Settings, folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("kind", "accumulation"),
-    [(kind, a) for kind in KINDS for a in (1, 4) if a == 1 or kind in ("causal", "T5", "SFT", "LoRA")],
+    [
+        *((kind, 1) for kind in KINDS),
+        ("causal", 4),
+        *(pytest.param(kind, 4, marks=pytest.mark.long) for kind in ("T5", "SFT", "LoRA")),
+    ],
 )
 def test_an_update_waits_once_for_the_gpu(
     kind: str, accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

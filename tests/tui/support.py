@@ -4,10 +4,12 @@ text."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import reduce
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
 from rich.console import RenderableType
@@ -52,6 +54,44 @@ def parse_once(self: Stylesheet, *given: Any, **named: Any) -> list[RuleSet]:
     if asked not in _parsed:
         _parsed[asked] = _parse_rules(self, *given, **named)
     return _parsed[asked]
+
+
+# Textual's own waits until the process computes nothing for 20 ms, or for a second, and that twice
+# for each key. Almost never must time pass.
+_in_threads: WeakKeyDictionary[asyncio.AbstractEventLoop, set[asyncio.Future[Any]]] = WeakKeyDictionary()
+_run_in_executor = asyncio.BaseEventLoop.run_in_executor
+_QUIET_TURNS = 3
+_SOON = 0.02
+"""Seconds: in this time Textual lays out a terminal of another size, and paints what changed."""
+_IN_THREADS = 1.0
+"""Seconds: a test may hold a thread for longer."""
+
+
+def run_in_executor(self: asyncio.BaseEventLoop, *given: Any) -> asyncio.Future[Any]:
+    """As the loop's own; `wait_for_idle` waits for what runs in threads."""
+    found = _run_in_executor(self, *given)
+    running = _in_threads.setdefault(self, set())
+    running.add(found)
+    found.add_done_callback(running.discard)
+    return found
+
+
+async def wait_for_idle(min_sleep: float = 0, max_sleep: float = 10) -> None:
+    """Until the event loop has nothing to do, nothing runs in a thread, and no timer ends soon."""
+    loop: Any = asyncio.get_running_loop()
+    begin, quiet = loop.time(), 0
+    while quiet < _QUIET_TURNS and loop.time() < begin + max_sleep:
+        next_timer = min((one.when() for one in loop._scheduled if not one.cancelled()), default=math.inf)
+        if next_timer <= begin + _SOON:
+            await asyncio.sleep(max(0, next_timer - loop.time()))
+        elif _in_threads.get(loop) and loop.time() < begin + _IN_THREADS:
+            await asyncio.sleep(0.001)
+        else:
+            await asyncio.sleep(0)
+            quiet += 1
+            if not loop._ready:
+                continue
+        quiet = 0
 
 
 GIB = units.GIB
@@ -232,8 +272,7 @@ def screen_colours(app: App[DashboardResult]) -> list[list[tuple[str, str]]]:
 
 async def settle(pilot: Pilot[DashboardResult]) -> None:
     """Let the feed's messages arrive, and what they cause be foreseen and laid out."""
-    for _ in range(4):
-        await pilot.pause()
+    await pilot.pause()
     while any(worker.group == FORECAST and not worker.is_finished for worker in pilot.app.workers):
         await pilot.pause(0.01)
     await pilot.pause()
@@ -256,10 +295,16 @@ async def resize(pilot: Pilot[DashboardResult], columns: int, rows: int) -> None
     """Give the terminal another size. The screens below a dialog are laid out, too."""
     await pilot.resize_terminal(columns, rows)
     await settle(pilot)
-    stack = pilot.app.screen_stack
-    while any(below.size != pilot.app.size or _has_messages(below) for below in stack):
+    while not _is_laid_out(pilot.app):
         await pilot.pause(0.01)
-    await settle(pilot)
+        await settle(pilot)
+
+
+def _is_laid_out(app: App[DashboardResult]) -> bool:
+    """At its present size. Of a screen below another one, Textual lays out what can be seen."""
+    if any(screen.size != app.size or _has_messages(screen) for screen in app.screen_stack):
+        return False
+    return app.screen._compositor.size == app.size
 
 
 def _has_messages(screen: Screen[Any]) -> bool:

@@ -42,7 +42,7 @@ def test_marks_and_signs_mean_the_same_as_before() -> None:
     assert to_ascii("≥ 10.7 GiB  12.1 ± 0.3") == ">=10.7 GiB  12.1+/-0.3"
 
 
-DRAWN = {("smallest", "training"), ("smallest", "end-failed"), ("smallest", "six-runs")}
+DRAWN = {("smallest", "end-failed"), ("smallest", "six-runs")}
 """What `make test` draws in ASCII. test_pictures.py checks the characters of all other screens."""
 
 

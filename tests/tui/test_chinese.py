@@ -34,6 +34,7 @@ from memtop.tui.replay import StreamRecording
 from memtop.tui.screen import KeyLine
 from memtop.tui.spike import SpikeDialog
 from memtop.tui.whole_log import WholeLogScreen
+from tests.forking import LONG
 from tests.tui import pictures, support
 from tests.tui.chinese import SIZES, STAND_IN, check, readable
 from tests.tui.pictures import SCENES, Scene, feed_of, shown
@@ -73,6 +74,11 @@ def recording() -> StreamRecording:
     return StreamRecording(RECORDING)
 
 
+DRAWN = ("eight-gpus", "failed", "foreseen")
+"""The scenes that `make test` draws in both languages. The dialogs of the others are below, and
+test_pictures.py compares some in Chinese."""
+
+
 class Fitting(NamedTuple):
     """What has room on a screen."""
 
@@ -100,7 +106,9 @@ async def fitting(pilot: Pilot[DashboardResult], scene: Scene, *, checked: bool)
     return found
 
 
-@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
+@pytest.mark.parametrize(
+    "scene", [pytest.param(scene, id=scene.name, marks=[] if scene.name in DRAWN else pytest.mark.long) for scene in SCENES]
+)
 async def test_every_scene_is_in_chinese_and_nothing_is_cut_that_is_whole_in_english(
     scene: Scene, recording: StreamRecording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +171,17 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("messages", OTHERS.values(), ids=OTHERS.keys())
+USUAL = ("trends", "machine", "one process", "queued", "own program", "replay", "gone", "unsaved", "stage importing torch")
+"""The states that `make test` draws. test_chinese_texts.py looks for every sentence."""
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        pytest.param(messages, id=name, marks=[] if name in USUAL or name.endswith(", 40") else pytest.mark.long)
+        for name, messages in OTHERS.items()
+    ],
+)
 async def test_every_state_of_the_dashboard_is_in_chinese(messages: tuple[FeedMessage, ...]) -> None:
     async with opened(RecordingFeed(*map(readable, messages)), size=SIZES[0]) as (app, pilot):
         for size in SIZES:
@@ -216,7 +234,17 @@ KEYS: dict[str, tuple[tuple[FeedMessage, ...], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize(("messages", "keys"), KEYS.values(), ids=KEYS.keys())
+FEW = (
+    *("samples", "keys of a screen", "filter", "environment", "choose what to end", "undo", "speed", "metrics", "machine"),
+    *("why not", "restart an own program", "recovery", "recovery, consent", "recovery, a restart", "recovery, host"),
+)
+"""What `make test` opens."""
+
+
+@pytest.mark.parametrize(
+    ("messages", "keys"),
+    [pytest.param(*opened, id=name, marks=[] if name in FEW else pytest.mark.long) for name, opened in KEYS.items()],
+)
 async def test_what_every_key_opens_is_in_chinese(messages: tuple[FeedMessage, ...], keys: tuple[str, ...]) -> None:
     async with opened(RecordingFeed(*map(readable, messages)), size=SIZES[1]) as (app, pilot):
         if keys[-1:] == ("enter",) and app.screen is not app.dashboard:
@@ -334,7 +362,7 @@ async def test_a_change_below_a_dialog_cuts_no_character_of_it(key: str) -> None
         terminal = pyte.Screen(120, 35)
         stream = pyte.Stream(terminal)
         stream.feed(compositor.render_full_update().render_segments(app.console))
-        for right in range(1, 121):
+        for right in range(1, 121) if LONG else range(1, 121, 3):
             dialog.refresh(Region(0, 0, right, 35))
             compositor.update_widgets({dialog})
             update = support.render_frame(compositor, screen_stack=app._background_screens)

@@ -172,6 +172,7 @@ async def test_the_log_scrolls(size: tuple[int, int], monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.long
 async def test_a_panel_is_hidden_and_shown(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     async with shown(size, monkeypatch) as (app, pilot, feed, terminal):
         app.dashboard.log_panel.append([f"{'a' * n}{'汉字' * 60}" for n in range(40)])

@@ -464,6 +464,7 @@ async def test_reports_of_all_ticked_runs_are_written(
         assert sorted(page.name for page in place.iterdir()) == ["mid.html", "new.html"]
 
 
+@pytest.mark.long
 async def test_a_stopped_run_is_exported_and_resumed_from_the_list(here: Runs) -> None:
     """A real run: its model is written, and it goes on where it was saved."""
     inject(here, PACED)

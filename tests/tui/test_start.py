@@ -49,6 +49,7 @@ def test_a_start_loads_nothing_that_can_wait() -> None:
     assert not loaded_by("import memtop.cli.watch").intersection(RULES)
 
 
+@pytest.mark.long  # tests/tui/test_pictures.py draws the same screens
 def test_the_screenshots_of_the_documentation_show_what_is_drawn_now(tmp_path: Path) -> None:
     """`python docs/make_screenshots.py` writes them again."""
     docs = Path(__file__).parents[2] / "docs"

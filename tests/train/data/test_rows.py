@@ -167,7 +167,7 @@ def test_one_of_two_processes_writes_and_both_read(tmp_path: Path) -> None:
     assert sum("copying" in line for lines in found for line in lines) == 1
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_rows_are_read_in_loader_workers(tmp_path: Path, method: str) -> None:
     write_pairs(tmp_path / "a.parquet", 1000, group=100)
