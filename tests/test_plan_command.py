@@ -693,8 +693,11 @@ def test_a_plan_for_a_command_is_that_of_the_same_training(capsys: pytest.Captur
     assert found["gpu"]["components"].get("communication") is None
     two = ("torchrun", "--nproc_per_node", "2", *command[1:])
     assert run(["plan", "--vram", "4", "--json", "--", *two]) == 0
-    parts = json.loads(capsys.readouterr().out)["gpu"]["components"]
+    found = json.loads(capsys.readouterr().out)
+    parts, trained = found["gpu"]["components"], found["model"]["trained_parameters"]
     assert parts["communication"] == COMMUNICATION_BYTES
+    assert found["settings"]["ddp"]
+    assert parts["buckets"] > 4 * trained, "the buckets of DistributedDataParallel"
     assert run(["plan", "--vram", "1", "--batch", "2", "--", *command]) == 0
     assert "your program: 2 x 2 x 1 = 4, T 64" in capsys.readouterr().out
 

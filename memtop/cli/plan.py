@@ -25,6 +25,7 @@ from memtop.cli.plan_output import (
     left_out,
     measured_row,
     measured_text,
+    of_unknown_gpu,
     peak_row,
     plan_text,
     print_all,
@@ -112,7 +113,9 @@ def plan(
         raise UsageError(f"--all with --preset {preset}: give one of them")
     if gpus is not None and gpus < 1:
         raise UsageError(f"--gpus {gpus}: at least one; here it is how many GPUs, not which")
-    machine = _machine()
+    from memtop.cli.gpus import emptiest, sample
+
+    machine = sample()
     values = assignments_of(assignments, batch=batch, accumulation=accum, seq_len=seq_len)
     own = None
     if program:
@@ -131,14 +134,15 @@ def plan(
     card = _card(machine, vram, gpus or 1)
     python = search().found
     settings, chosen = _settings(recipe, model, method, preset, values, gpus or 1, card, python)
+    settings = replace(settings, ddp=own is not None and own.ddp)
     config = stored_config(settings) or {}
     if (unread := unreadable_model(settings)) is not None:
         raise UsageError(unread)
     refuse_wrong_model(python, settings)
     answers = _Answers(card, gpus or 1, python)
     card, assumed = answers.card, [] if own is None else list(own.assumed)
-    if _is_of_unknown_kind(machine, vram) and settings.precision in _OF_KIND:
-        assumed.append(_OF_KIND[settings.precision])
+    if vram is not None and emptiest(machine) is None:
+        assumed += of_unknown_gpu(settings.precision)
     assumed += left_out(config)
     try:
         if every:
@@ -160,12 +164,6 @@ def plan(
     return 0
 
 
-def _machine() -> MachineSnapshot:
-    from memtop.cli.gpus import sample
-
-    return sample()
-
-
 def _card(machine: MachineSnapshot, vram: float | None, processes: int) -> Card:
     """The GPU with --vram; else the emptiest one here, if there is one. Of several, which train
     together, the fullest counts."""
@@ -175,19 +173,6 @@ def _card(machine: MachineSnapshot, vram: float | None, processes: int) -> Card:
     if vram is not None:
         return Card(total_bytes=round(vram * _GIB), generation=GENERATION if gpu is None else Card.of(gpu).generation)
     return Card(total_bytes=None, generation=GENERATION) if gpu is None else Card.of(gpu)
-
-
-def _is_of_unknown_kind(machine: MachineSnapshot, vram: float | None) -> bool:
-    from memtop.cli.gpus import emptiest
-
-    return vram is not None and emptiest(machine) is None
-
-
-_OF_KIND = {
-    **dict.fromkeys(("auto", "bf16"), "the GPU has bf16 and flash attention, as those of compute capability 8.0 and above"),
-    "fp16": "the GPU has flash attention, as those of compute capability 8.0 and above",
-}
-"""What is assumed of an unknown GPU, by precision: fp32 is the same on all."""
 
 
 def _settings(

@@ -62,7 +62,7 @@ def _settings_row(settings: Settings, own: TrainerCommand | None) -> dict[str, A
     if own is None:
         return row
     # Without an option for DeepSpeed, the Trainer has no ZeRO.
-    known = {"model", "method", "world_size", "lora", "zero", *own.values}
+    known = {"model", "method", "world_size", "lora", "zero", *(("ddp",) if own.ddp else ()), *own.values}
     return {name: value if name in known else None for name, value in row.items()}
 
 
@@ -91,6 +91,15 @@ def left_out(config: Mapping[str, Any]) -> list[str]:
     missing = [f"{name} {value}" for name, value in DEFAULTS[kind].items() if name in _DECISIVE and name not in given]
     listed = ", ".join(missing)
     return [f"what the model's configuration leaves out, as in transformers: {listed}"] if missing else []
+
+
+def of_unknown_gpu(precision: str) -> list[str]:
+    """What is assumed of a GPU that is not here: in fp32 all are the same."""
+    if precision == "fp32":
+        return []
+    if precision == "fp16":
+        return ["the GPU has flash attention, as those of compute capability 8.0 and above"]
+    return ["the GPU has bf16 and flash attention, as those of compute capability 8.0 and above"]
 
 
 def peak_row(peak: PlannedPeak) -> dict[str, Any]:

@@ -116,6 +116,7 @@ SHARDED = {"world_size": 4, "precision": "bf16"}
         ),
         pytest.param("GPT-2-355M", FULL | {"batch": 4, "optimizer": "adafactor", "precision": "fp32"}, marks=pytest.mark.long),
         pytest.param("T5-base", FULL | {"batch": 16, "task": "seq2seq", "accumulation": 4}, marks=pytest.mark.long),
+        ("SmolLM2-135M", FULL | {"world_size": 2, "ddp": True, "batch": 1}),
         ("SmolLM2-135M", FULL | SHARDED | {"zero": Zero(stage=1), "batch": 8}),
         ("SmolLM2-135M", FULL | SHARDED | {"zero": Zero(stage=2, offload_optimizer=True), "batch": 8}),
         pytest.param(
