@@ -32,7 +32,7 @@ from memtop.cli.plan_output import (
 )
 from memtop.cli.wrapping import for_terminal
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets
-from memtop.presets.checks import longer_than_known
+from memtop.presets.checks import longer_than_known, without_adapters
 from memtop.presets.comparison import outlook
 from memtop.presets.edits import find_preset
 from memtop.presets.files import usable
@@ -143,7 +143,7 @@ def plan(
     card, assumed = answers.card, [] if own is None else list(own.assumed)
     if vram is not None and emptiest(machine) is None:
         assumed += of_unknown_gpu(settings.precision)
-    assumed += left_out(config)
+    assumed += left_out(config) + [words for words in (without_adapters(settings),) if words]
     try:
         if every:
             rows = [_of_preset(settings, one, answers) for one in usable(load_presets(), settings.recipe).values()]
