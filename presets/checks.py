@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from memtop.presets.fields import FIELDS, MOST_SAMPLES, OTHER_NAMES, value_of
-from memtop.presets.parameters import language_part, linear_layers, stored_config, too_large
+from memtop.presets.parameters import as_stored, language_part, linear_layers, stored_config, too_large
 from memtop.presets.schema import TRACKERS, Lora, Preset, Sampling, Settings
 
 
@@ -125,7 +125,7 @@ def check_model(settings: Settings, config: Mapping[str, Any], *, is_new: bool =
     kind, longest, theta = str(part.get("model_type")), _positions(config), part.get("rope_theta")
     _check_task(settings, kind)
     if kind in DECODERS and kind not in TABLES and theta is not None and (type(theta) not in (int, float) or not theta > 0):
-        raise SettingsError("model.config.rope_theta", theta, "must be a number above 0")
+        raise SettingsError("model.config.rope_theta", as_stored(theta), "must be a number above 0")
     names, missing = linear_layers(part) or (), _missing_targets(settings, part)
     if settings.lora is not None and missing and len(missing) == len(settings.lora.targets):
         usual = f"; peft's own default is {_OF_PEFT[kind]}" if kind in _OF_PEFT else ""

@@ -243,6 +243,11 @@ def too_large(config: Config) -> tuple[str, int, int] | None:
     return None if found is None else (f"text_config.{found[0]}", *found[1:])
 
 
+def as_stored(value: object) -> str:
+    """A value as the file of the configuration has it: a text has quotes."""
+    return msgspec.json.encode(value).decode()
+
+
 def language_part(config: Config) -> Config:
     """Of a configuration for several kinds of input, that of the language model; else itself."""
     part = config.get("text_config")

@@ -406,7 +406,8 @@ def test_weights_leave_the_gpu_to_become_one_tensor_if_both_do_not_fit() -> None
     [
         ({}, {}, "model.config.model_type: missing"),
         ({"model_type": "mamba"}, {}, "model.config.model_type mamba: no estimate for this architecture; known are gemma"),
-        (LLAMA | {"hidden_size": "wide"}, {}, "model.config.hidden_size wide: must be a whole number from 1 on"),
+        (LLAMA | {"hidden_size": "wide"}, {}, 'model.config.hidden_size "wide": must be a whole number from 1 on'),
+        (LLAMA | {"vocab_size": None}, {}, "model.config.vocab_size null: must be a whole number from 1 on"),
         (LLAMA | {"vocab_size": 0}, {}, "model.config.vocab_size 0: must be"),
         (LLAMA | {"num_hidden_layers": None}, {}, "model.config.num_hidden_layers None: must be"),
         (LLAMA | {"num_attention_heads": 15}, {}, "model.config.num_key_value_heads 4: does not divide num_attention_heads 15"),
