@@ -302,4 +302,21 @@ def test_a_plan_says_who_chose_the_preset_and_what_slower_means(capsys: pytest.C
     told = capsys.readouterr().err
     assert "memtop: preset standard is chosen for 8.0 GiB of free GPU memory; --preset NAME chooses another\n" in told
     assert run(["plan", "--model", str(model), "--vram", "8", "--all"]) == 0
-    assert "memtop: faster and slower: than preset standard with 16 x 4 x 1, T 512\n" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert told.endswith("memtop: faster and slower: than preset standard with 16 x 4 x 1, T 512\n")
+    assert "foreseeing" not in told, "only a terminal says what goes on"
+
+
+def test_a_plan_of_all_presets_says_on_a_terminal_what_it_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert run(["plan", "--model", str(model), "--vram", "8", "--all"]) == 0
+    assert "memtop: foreseeing preset stage3\n" in capsys.readouterr().err
+
+
+def test_a_plan_for_a_gpu_refuses_a_training_on_the_cpu(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    assert run(["plan", "--model", str(model), "--vram", "8", "--set", "device=cpu"]) == 2
+    assert capsys.readouterr().err.startswith("memtop: device cpu: this plan is for a GPU, ")

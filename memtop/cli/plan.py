@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,6 +134,8 @@ def plan(
         own = trainer_command(program, str(Path.cwd()), model=model, batch=batch, seq_len=seq_len, processes=gpus)
         model, method, preset, gpus, values = own.model, own.method, "standard", own.processes, own.values | values
     card = _card(machine, vram, gpus or 1)
+    if values.get("device") == "cpu" and card.total_bytes is not None:
+        raise UsageError("device cpu: this plan is for a GPU, and a training on the CPU takes no GPU memory; leave it out")
     python = search().found
     settings, is_chosen = _settings(recipe, model, method, preset, values, gpus or 1, card, python)
     settings = replace(settings, ddp=own is not None and own.ddp)
@@ -155,9 +158,8 @@ def plan(
                 asked = f"{settings.split_text}, T {settings.seq_len}"
                 print_message(f"memtop: faster and slower: than preset {settings.preset} with {asked}")
             return 0
-        begins = None
-        if model is not None and own is None:
-            begins = train_command(settings.recipe, str(settings.model["path"]), preset, values, settings.world_size)
+        path = None if model is None or own is not None else str(settings.model["path"])
+        begins = path and train_command(settings.recipe, path, preset, values, settings.world_size)
         _print_one(settings, own, values, begins, assumed, card, answers, host_ram, machine, as_json=as_json)
         if is_chosen and card.total_bytes is not None:
             # Without the estimated peaks by which it was chosen: a dry run foresees others.
@@ -456,7 +458,7 @@ def _instead(
         if need is not None and host.foreseen is not None and band_of(host.fraction) is not Band.DANGER:
             on_gpu, of_host = units.size(peak_of(need, card).bytes), units.size(host.foreseen.peak)
             split = {"batch": str(other.batch), "accumulation": str(other.accumulation)}
-            command = train_command(other.recipe, model, None, values | split, settings.world_size)
+            command = train_command(other.recipe, str(model), None, values | split, settings.world_size)
             if method == "qlora":
                 return (
                     "instead     memtop knows no other settings of this method that fit this GPU and host; "
@@ -491,6 +493,8 @@ def _of_preset(settings: Settings, preset: Preset, answers: _Answers) -> PresetR
     look = outlook(settings, preset)
     if look.switch == "refused":
         return look, None, look.reason
+    if sys.stderr.isatty():
+        print_message(f"memtop: foreseeing preset {preset.name}")
     need: Need | Bound | str | None = answers.sure(look.kept)
     need = answers.bound(look.kept) if need is None else need
     return look, None if isinstance(need, str) else need, answers.problem or ""
