@@ -10,7 +10,7 @@ import msgspec
 
 from memtop.presets.autograd import BIAS, Tensor
 from memtop.presets.layers import Kernel, Layer
-from memtop.presets.parameters import too_large
+from memtop.presets.parameters import as_stored, too_large
 from memtop.presets.states import UnknownMemoryError, WrongValueError
 
 BF16_FROM = 80
@@ -175,7 +175,7 @@ class _Values:
     def whole(self, name: str) -> int:
         value = self._values[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise WrongValueError(f"model.config.{name} {value}: must be a whole number from 1 on")
+            raise WrongValueError(f"model.config.{name} {as_stored(value)}: must be a whole number from 1 on")
         return value
 
     def whole_or(self, name: str, other: int) -> int:
@@ -187,7 +187,7 @@ class _Values:
     def share(self, name: str) -> float:
         value = self._values.get(name) or 0.0
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise WrongValueError(f"model.config.{name} {value}: must be a number from 0 to 1")
+            raise WrongValueError(f"model.config.{name} {as_stored(value)}: must be a number from 0 to 1")
         return float(value)
 
     def is_on(self, name: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from memtop.presets.fields import FIELDS, MOST_SAMPLES, OTHER_NAMES, value_of
-from memtop.presets.parameters import language_part, stored_config, too_large
+from memtop.presets.parameters import as_stored, language_part, linear_layers, stored_config, too_large
 from memtop.presets.schema import TRACKERS, Lora, Preset, Sampling, Settings
 
 
@@ -125,7 +125,12 @@ def check_model(settings: Settings, config: Mapping[str, Any], *, is_new: bool =
     kind, longest, theta = str(part.get("model_type")), _positions(config), part.get("rope_theta")
     _check_task(settings, kind)
     if kind in DECODERS and kind not in TABLES and theta is not None and (type(theta) not in (int, float) or not theta > 0):
-        raise SettingsError("model.config.rope_theta", theta, "must be a number above 0")
+        raise SettingsError("model.config.rope_theta", as_stored(theta), "must be a number above 0")
+    names, missing = linear_layers(part) or (), _missing_targets(settings, part)
+    if settings.lora is not None and missing and len(missing) == len(settings.lora.targets):
+        usual = f"; peft's own default is {_OF_PEFT[kind]}" if kind in _OF_PEFT else ""
+        why = f"{kind} has no such layers; all of its own: --set lora.targets={','.join(names)}{usual}"
+        raise SettingsError("lora.targets", ", ".join(missing), why)
     fails = is_new or (kind in TABLES and settings.task == "causal")
     if fails and longest is not None and settings.seq_len > longest:
         raise SettingsError("seq_len", settings.seq_len, f"beyond the model's {longest} positions; give at most {longest}")
@@ -138,6 +143,35 @@ def _check_task(settings: Settings, kind: str) -> None:
     if settings.task != "seq2seq" and kind in ENCODER_DECODERS:
         why = "it has an encoder and a decoder, and this recipe trains causal language models; take recipe pretrain-t5"
         raise SettingsError("model_type", kind, why)
+
+
+_OF_PEFT = {"gpt2": "c_attn"}
+"""The targets that peft takes if none are given, of architectures whose layers have other names
+than those of Llama."""
+_OUTER = ("lm_head", "embed_tokens", "shared", "wte", "wpe")
+"""Layers around the others, which can have an adapter, too."""
+
+
+def _missing_targets(settings: Settings, config: Mapping[str, Any]) -> list[str]:
+    """The targets of LoRA that name no layer of the model, as far as that is known."""
+    names, lora = linear_layers(config), settings.lora
+    if names is None or lora is None or lora.targets == ("all-linear",):
+        return []
+    return [target for target in lora.targets if target.rpartition(".")[2] not in (*names, *_OUTER)]
+
+
+def without_adapters(settings: Settings) -> str | None:
+    """That some targets of LoRA name no layer of the model, and which layers it has; None if all
+    do, or if that is not known."""
+    config = language_part(stored_config(settings) or {})
+    missing, names = _missing_targets(settings, config), linear_layers(config) or ()
+    if settings.lora is None or not missing:
+        return None
+    there = ", ".join(target for target in settings.lora.targets if target not in missing)
+    return (
+        f"{config['model_type']} has no layers {', '.join(missing)}: adapters are only at {there}; "
+        f"all of its linear layers: lora.targets={','.join(names)}"
+    )
 
 
 def longer_than_known(settings: Settings) -> str | None:

@@ -125,6 +125,8 @@ FIELDS: dict[str, Field] = {
         saves_much=True,
         bounds=(1, 1 << 12),
     ),
+    # It shapes the peak, but a run never has it: the keys of measured peaks stay what they were.
+    "ddp": Field(label="DistributedDataParallel", editable=False),
     "gpus": Field(label="GPUs", also=("gpus", "cuda_visible_devices"), option="--gpus", editable=False, saves=_differs),
     "python": Field(label="Python"),
     "zero.stage": Field(label="ZeRO stage", also=("zero_stage",), shapes="peak", saves=_more, saves_much=True),

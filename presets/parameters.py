@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from memtop.presets.schema import Lora, Settings
+from memtop.presets.schema import ALL_TARGETS, Lora, Settings
 
 Config = Mapping[str, Any]
 
@@ -55,6 +55,27 @@ def adapter_parameters(config: Config, lora: Lora) -> int | None:
         return int(config["num_hidden_layers"]) * sum(lora.r * sum(shapes[target]) for target in targets)
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
+
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_LINEAR_LAYERS = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"), ALL_TARGETS),
+    # peft takes the experts' one tensor under these names.
+    **dict.fromkeys(("qwen3_moe", "olmoe"), ALL_TARGETS),
+    "mixtral": (*_ATTENTION, "w1", "w2", "w3"),
+    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "gpt2": ("c_attn", "c_proj", "c_fc"),
+    "t5": ("q", "k", "v", "o", "wi", "wo"),
+}
+
+
+def linear_layers(config: Config) -> tuple[str, ...] | None:
+    """The names of the linear layers inside the model, which can get an adapter; None if they are
+    not known without torch."""
+    found = _LINEAR_LAYERS.get(str(config.get("model_type")))
+    if found and str(config.get("feed_forward_proj")).startswith("gated"):
+        return tuple(part for name in found for part in (("wi_0", "wi_1") if name == "wi" else (name,)))
+    return found
 
 
 def smaller_model(config: Config) -> dict[str, int] | None:
@@ -220,6 +241,11 @@ def too_large(config: Config) -> tuple[str, int, int] | None:
     part = language_part(config)
     found = None if part is config else too_large(part)
     return None if found is None else (f"text_config.{found[0]}", *found[1:])
+
+
+def as_stored(value: object) -> str:
+    """A value as the file of the configuration has it: a text has quotes."""
+    return msgspec.json.encode(value).decode()
 
 
 def language_part(config: Config) -> Config:

@@ -112,6 +112,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `accumulation` are those it begins with; the effective batch is kept."""
     world_size: int = 1
     """W: number of training processes."""
+    ddp: bool = False
+    """Whether torch's DistributedDataParallel sums the gradients, which has buckets as large as all
+    of them: only in the plan of a program of the user's own, never in a run of the built-in
+    trainer."""
     gpus: str = ""
     """Their CUDA_VISIBLE_DEVICES: indices or UUIDs with commas between them; empty: that of the
     environment."""

@@ -112,9 +112,11 @@ def numbers_of(settings: Settings, half: str | None) -> Numbers:
 
 def ring_bytes(settings: Settings, trained: Sequence[Parameter]) -> int:
     """The buckets through which several processes sum their gradients: see `plan_buckets` in
-    train/exchange.py."""
+    train/exchange.py. Those of DistributedDataParallel hold all gradients once more."""
     if settings.world_size == 1:
         return 0
+    if settings.ddp:
+        return sum(one.numbers * one.item for one in trained)
     sizes: list[int] = []
     filling: dict[int, int] = {}
     for one in reversed(trained):

@@ -98,7 +98,7 @@ class Plain(Engine):
         for unit in self._units:
             unit.load(sequence, self._numbers.weights)
         trained = [one for unit in self._units for one in unit.trained]
-        sequence.begin(ring_bytes(self._settings, trained), "workspace")
+        sequence.begin(ring_bytes(self._settings, trained), "buckets" if self._settings.ddp else "workspace")
 
     def step(self) -> None:
         kind, sequence = self._settings.optimizer, self._sequence

@@ -664,7 +664,17 @@ def test_a_length_that_the_model_is_not_made_for_is_said(capsys: pytest.CaptureF
 def test_a_lora_that_matches_no_layer_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4}))
     assert run(["plan", "--model", str(tmp_path), "--method", "lora", "--vram", "4"]) == 2
-    assert "lora.targets q_proj, k_proj" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("memtop: lora.targets q_proj, k_proj")
+    assert "; all of its own: --set lora.targets=c_attn,c_proj,c_fc; peft's own default is c_attn\n" in said
+
+
+def test_targets_of_lora_that_match_no_layer_are_named(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    options = ("--method", "lora", "--vram", "4", "--set", "lora.targets=q_proj,foo", "--json")
+    assert run(["plan", "--model", str(model), *options]) == 0
+    assumed = json.loads(capsys.readouterr().out)["assumed"]
+    said = "llama has no layers foo: adapters are only at q_proj; all of its linear layers: lora.targets=q_proj,k_proj,"
+    assert [words.startswith(said) for words in assumed].count(True) == 1
 
 
 def test_a_plan_for_a_command_is_that_of_the_same_training(capsys: pytest.CaptureFixture[str], model: Path) -> None:
@@ -695,8 +705,11 @@ def test_a_plan_for_a_command_is_that_of_the_same_training(capsys: pytest.Captur
     assert found["gpu"]["components"].get("communication") is None
     two = ("torchrun", "--nproc_per_node", "2", *command[1:])
     assert run(["plan", "--vram", "4", "--json", "--", *two]) == 0
-    parts = json.loads(capsys.readouterr().out)["gpu"]["components"]
+    found = json.loads(capsys.readouterr().out)
+    parts, trained = found["gpu"]["components"], found["model"]["trained_parameters"]
     assert parts["communication"] == COMMUNICATION_BYTES
+    assert found["settings"]["ddp"]
+    assert parts["buckets"] > 4 * trained, "the buckets of DistributedDataParallel"
     assert run(["plan", "--vram", "1", "--batch", "2", "--", *command]) == 0
     assert "your program: 2 x 2 x 1 = 4, T 64" in capsys.readouterr().out
 

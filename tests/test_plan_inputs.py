@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from transformers.models.auto.modeling_auto import (
 
 from memtop.cli import gpus as gpus_of
 from memtop.cli import run
+from memtop.cli.plan_output import of_model
 from memtop.presets import checks, host_estimate
 from memtop.presets.parameters import least_size, model_parameters
 from memtop.supervisor import plan
+from memtop.supervisor.run.record.folder import RunSpec
 from tests.test_plan import LLAMA, estimated_once, first_run
 
 
@@ -200,10 +203,13 @@ NOTHING = "instead     memtop knows no other settings of this method that fit th
         # Full training offloads more than the host has.
         pytest.param(
             ["--vram", "80", "--host-ram", "23"],
-            r"--model \S+ --method lora trains adapters, \d+ x .*: ~[\d.]+ GiB of GPU memory",
+            r"`memtop train sft-lora [^`]+ --batch \d+ --accum \d+` trains adapters, \d+ x .*: ~[\d.]+ GiB of GPU memory",
             marks=pytest.mark.long,
         ),
-        (["--vram", "16", "--host-ram", "23"], r"--model \S+ --method qlora trains adapters on a base in 4 bits, \d+ x .*: ~"),
+        (
+            ["--vram", "16", "--host-ram", "23"],
+            r"`memtop train sft-qlora [^`]+` trains adapters on a base in 4 bits, \d+ x .*: ~",
+        ),
         (["--vram", "4", "--host-ram", "23"], "take a smaller model"),
         pytest.param(["--vram", "3", "--host-ram", "64", "--method", "qlora"], "take a smaller model", marks=pytest.mark.long),
         (["--vram", "80", "--host-ram", "400"], None),
@@ -219,12 +225,46 @@ def test_a_way_out_is_named_where_nothing_of_the_method_fits(
         assert "instead" not in out
         return
     assert re.search(f"^{NOTHING}{said}", out, re.MULTILINE)
-    named = re.search(r"instead .*--method (\w+) trains adapters.*: ~([\d.]+ GiB) of GPU", out)
+    named = re.search(r"instead .*memtop train sft-(\w+) [^`]+` trains adapters.*: ~([\d.]+ GiB) of GPU", out)
     if named is not None:
         assert run(["plan", "--model", str(model), "--vram", words[1], "--host-ram", words[3], "--method", named[1]]) == 0
         plan = capsys.readouterr().out
         assert "fits        no" not in plan, "the plan of that method fits"
         assert f" {named[2]}, safe" in plan or f"GPU memory  {named[2].partition(' ')[0]} / " in plan
+
+
+def test_a_plan_of_a_model_says_how_to_train_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    data = model / "my data.jsonl"
+    data.write_text('{"prompt": "a", "response": "b"}\n')
+    given = ("--batch", "2", "--set", "lora.r=8", "--set", f"data.train={data}")
+    assert run(["plan", "--model", str(model), "--method", "lora", "--vram", "8", *given]) == 0
+    printed = re.search(r"^train       memtop (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert printed is not None
+    started: list[RunSpec] = []
+    monkeypatch.setattr("memtop.cli.train._start", lambda where, spec, **_: started.append(spec))
+    monkeypatch.setattr("memtop.cli.foreground.stay", lambda *_, **__: 0)
+    monkeypatch.delenv("MEMTOP_PYTHON")
+    assert run([*shlex.split(printed[1]), "--runs-dir", str(model / "runs")]) == 0
+    settings = started[0].settings
+    assert settings is not None
+    assert settings.lora is not None
+    assert (settings.recipe, settings.batch, settings.lora.r) == ("sft-lora", 2, 8)
+    assert settings.model == {"path": str(model)}
+
+
+def test_experts_that_are_not_quantized_are_named(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    (model / "config.json").write_text(json.dumps({**LLAMA, "model_type": "mixtral", "num_local_experts": 4}))
+    options = ("--model", str(model), "--vram", "8", "--set", "lora.targets=q_proj", "--method")
+    said = "the experts of mixtral stay in 16 bits: transformers 5 keeps those of a layer in one tensor, "
+    for method, count in (("qlora", 1), ("lora", 0)):
+        assumed = document(capsys, *options, method)["assumed"]
+        assert [words.startswith(said) for words in assumed].count(True) == count
+    settings = replace(first_run(), method="qlora")
+    named = {version: len(of_model(settings, {"model_type": "mixtral"}, version)) for version in ("4.57.1", "5.23.0")}
+    assert named["5.23.0"] == named["4.57.1"] + 1, "before, each expert was a linear layer"
 
 
 def test_a_mixture_whose_layers_cannot_be_counted_ends_in_one_line(capsys: pytest.CaptureFixture[str], model: Path) -> None:
@@ -264,6 +304,23 @@ def test_a_plan_says_who_chose_the_preset_and_what_slower_means(capsys: pytest.C
     (model / "config.json").write_text(json.dumps(LLAMA))
     assert run(["plan", "--model", str(model), "--vram", "8"]) == 0
     told = capsys.readouterr().err
-    assert "memtop: memtop chose preset standard: 8.00 GiB of GPU memory free, estimated to peak at ~" in told
+    assert "memtop: preset standard is chosen for 8.0 GiB of free GPU memory; --preset NAME chooses another\n" in told
     assert run(["plan", "--model", str(model), "--vram", "8", "--all"]) == 0
-    assert "memtop: faster and slower: than preset standard with 16 x 4 x 1, T 512\n" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert told.endswith("memtop: faster and slower: than preset standard with 16 x 4 x 1, T 512\n")
+    assert "foreseeing" not in told, "only a terminal says what goes on"
+
+
+def test_a_plan_of_all_presets_says_on_a_terminal_what_it_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert run(["plan", "--model", str(model), "--vram", "8", "--all"]) == 0
+    assert "memtop: foreseeing preset stage3\n" in capsys.readouterr().err
+
+
+def test_a_plan_for_a_gpu_refuses_a_training_on_the_cpu(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    assert run(["plan", "--model", str(model), "--vram", "8", "--set", "device=cpu"]) == 2
+    assert capsys.readouterr().err.startswith("memtop: device cpu: this plan is for a GPU, ")

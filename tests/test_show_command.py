@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -21,6 +22,7 @@ from memtop.cli import requests, run
 from memtop.cli.common import proposal_lines
 from memtop.cli.output import print_json
 from memtop.cli.requests import before_spike_of, change_to, meant, planned, say_peak
+from memtop.cli.runs import _configuration_line
 from memtop.cli.wrapping import wrapped
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
@@ -327,6 +329,19 @@ def test_show_lists_the_configurations(runs: Runs, dead: RunFolder) -> None:
         "configuration 3  8 x 4, T 128, from update 3, peak ≥ 474 MiB, mean 1.5 samples/s, was killed for lack of host memory "
         "(restart with the settings of configuration 1)",
     ]
+
+
+def test_a_peak_that_memory_of_earlier_settings_hides_has_a_bound() -> None:
+    """A program keeps the host memory that it has freed."""
+    failed = msgspec.to_builtins(configuration(1, SETTINGS, "start", "host_oom_alloc"))
+    after = {
+        **msgspec.to_builtins(configuration(2, HALF, "batch 8 -> 4", "finished")),
+        "attempt": failed["attempt"],
+        "peak": None,
+    }
+    assert ", peak ≤ 474 MiB, " in _configuration_line(after, [failed])
+    assert "peak" not in _configuration_line({**after, "attempt": failed["attempt"] + 1}, [failed])
+    assert "peak" not in _configuration_line(after, [{**failed, "outcome": "gpu_oom"}])
 
 
 def test_a_configuration_without_an_update_shows_what_was_requested(

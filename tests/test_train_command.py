@@ -238,6 +238,8 @@ def test_headless_leaves_out_only_a_peak_that_the_launch_has_said(
         "memtop: T 4096 is longer than the 2048 tokens that the model is made for: longer samples may fail, "
         in capsys.readouterr().err
     )
+    assert told(**{"model.path": "llama", "lora.targets": "q_proj,foo"}) == 1
+    assert "memtop: llama has no layers foo: adapters are only at q_proj; " in capsys.readouterr().err
     assert told(**{"model.path": "nobody/has-this"}) is None, "its peak is foreseen after its download"
     assert told(**{"model.path": "llama", "device": "cpu"}) is None
 

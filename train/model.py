@@ -380,7 +380,9 @@ def with_adapters(settings: Settings, model: Any) -> Any:
             # One tensor has the weights of all experts.
             why = "adapters of the experts of this model can have no dropout; add --set lora.dropout=0"
             raise BadInputError(f"lora.dropout {settings.lora.dropout:g}: {why}") from None
-        raise BadInputError(f"lora.targets {', '.join(targets)}: {why} (there are {layers})") from None
+        raise BadInputError(
+            f"lora.targets {', '.join(targets)}: {why} (there are {layers}); all of them: --set lora.targets=all-linear"
+        ) from None
 
 
 def _layers(model: torch.nn.Module) -> str:

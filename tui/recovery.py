@@ -355,7 +355,7 @@ def _host_lines(diagnosis: Diagnosis, store: Store, width: int) -> list[Line]:
     return [
         *wrap(head, width, MUTED),
         memory_bar(width, [Share(peak, "█", "alloc")]),
-        line(("? how it was divided is not known", "unknown")),
+        line(("? how much each program held is not known", "unknown")),
     ]
 
 

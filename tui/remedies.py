@@ -120,7 +120,7 @@ def _price(remedy: Remedy, *, alive: bool, resumes: bool) -> list[tuple[str, str
     found = [("training unchanged", "good") if remedy.keeps_math else ("changes training", "edge")]
     if remedy.resumable == "none":
         copied = "text" if remedy.writes else "a command" if remedy.command else None
-        found = [(f"does not change the run: {copied} to copy" if copied else _COSTS["none"], MUTED)]
+        found = [(f"only you can do this: {copied} to copy" if copied else _COSTS["none"], MUTED)]
     else:
         cost = "resumes" if remedy.resumable == "live" and not alive else remedy.resumable
         if resumes or cost != "resumes":

@@ -184,7 +184,8 @@ class RestartDialog(FormDialog[RestartRequest]):
         # The run may end while the form is open.
         complete = nothing_left_with(self._run, plan.after)
         self.show_judgement(plan.problem or complete, plan.lines)
-        self.query_one("#resumes").display = complete is None
+        # With a wrong value it does not resume.
+        self.query_one("#resumes").display = complete is None and plan.problem is None
         live = plan.after is not None and can_be_live(self._settings, plan.after, self._run)
         waits = plan.after is not None and not_live_yet(self._settings, plan.after, self._run)
         self.query_one("#live").display = live

@@ -158,10 +158,10 @@ class OwnProgramDialog(FormDialog[Change]):
         self._change = Change(assignments=changed) if why is None else None
         lines = [*([] if changed else ["the same settings as now"]), *(one for one in words.split("; ") if one)]
         self.show_judgement(why, lines)
-        # Which updates are done again says where it resumes.
+        # Which updates are done again says where it resumes. With a wrong value it does not.
         does_again = (
             bool(words) and resumed is not None and resumed.updates is not None and (run.updates or 0) > resumed.updates
         )
         resumes = self.query_one("#resumes", Words)
-        resumes.display = not does_again
+        resumes.display = not does_again and why is None
         resumes.say(tr(where_own_resumes(run)))

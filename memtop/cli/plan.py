@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,14 @@ from memtop.cli.plan_output import (
     bound_text,
     document,
     heading,
-    left_out,
     measured_row,
     measured_text,
+    of_model,
+    of_unknown_gpu,
     peak_row,
     plan_text,
     print_all,
+    train_command,
 )
 from memtop.cli.wrapping import for_terminal
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets
@@ -112,7 +115,9 @@ def plan(
         raise UsageError(f"--all with --preset {preset}: give one of them")
     if gpus is not None and gpus < 1:
         raise UsageError(f"--gpus {gpus}: at least one; here it is how many GPUs, not which")
-    machine = _machine()
+    from memtop.cli.gpus import emptiest, sample
+
+    machine = sample()
     values = assignments_of(assignments, batch=batch, accumulation=accum, seq_len=seq_len)
     own = None
     if program:
@@ -129,17 +134,20 @@ def plan(
         own = trainer_command(program, str(Path.cwd()), model=model, batch=batch, seq_len=seq_len, processes=gpus)
         model, method, preset, gpus, values = own.model, own.method, "standard", own.processes, own.values | values
     card = _card(machine, vram, gpus or 1)
+    if values.get("device") == "cpu" and card.total_bytes is not None:
+        raise UsageError("device cpu: this plan is for a GPU, and a training on the CPU takes no GPU memory; leave it out")
     python = search().found
-    settings, chosen = _settings(recipe, model, method, preset, values, gpus or 1, card, python)
+    settings, is_chosen = _settings(recipe, model, method, preset, values, gpus or 1, card, python)
+    settings = replace(settings, ddp=own is not None and own.ddp)
     config = stored_config(settings) or {}
     if (unread := unreadable_model(settings)) is not None:
         raise UsageError(unread)
     refuse_wrong_model(python, settings)
     answers = _Answers(card, gpus or 1, python)
     card, assumed = answers.card, [] if own is None else list(own.assumed)
-    if _is_of_unknown_kind(machine, vram) and settings.precision in _OF_KIND:
-        assumed.append(_OF_KIND[settings.precision])
-    assumed += left_out(config)
+    if vram is not None and emptiest(machine) is None:
+        assumed += of_unknown_gpu(settings.precision)
+    assumed += of_model(settings, config, "" if python is None else python.proof.packages.get("transformers", ""))
     try:
         if every:
             rows = [_of_preset(settings, one, answers) for one in usable(load_presets(), settings.recipe).values()]
@@ -150,20 +158,18 @@ def plan(
                 asked = f"{settings.split_text}, T {settings.seq_len}"
                 print_message(f"memtop: faster and slower: than preset {settings.preset} with {asked}")
             return 0
-        _print_one(settings, own, values, assumed, card, answers, host_ram, machine, as_json=as_json)
-        if chosen is not None and card.total_bytes is not None:
-            print_message(f"memtop: memtop chose {chosen}; --preset NAME chooses another")
+        path = None if model is None or own is not None else str(settings.model["path"])
+        begins = path and train_command(settings.recipe, path, preset, values, settings.world_size)
+        _print_one(settings, own, values, begins, assumed, card, answers, host_ram, machine, as_json=as_json)
+        if is_chosen and card.total_bytes is not None:
+            # Without the estimated peaks by which it was chosen: a dry run foresees others.
+            name, free = settings.preset, units.size(card.total_bytes - card.others_bytes)
+            print_message(f"memtop: preset {name} is chosen for {free} of free GPU memory; --preset NAME chooses another")
         if (longer := longer_than_known(settings)) is not None:
             print_message(f"memtop: {longer}")
     finally:
         answers.close()
     return 0
-
-
-def _machine() -> MachineSnapshot:
-    from memtop.cli.gpus import sample
-
-    return sample()
 
 
 def _card(machine: MachineSnapshot, vram: float | None, processes: int) -> Card:
@@ -177,19 +183,6 @@ def _card(machine: MachineSnapshot, vram: float | None, processes: int) -> Card:
     return Card(total_bytes=None, generation=GENERATION) if gpu is None else Card.of(gpu)
 
 
-def _is_of_unknown_kind(machine: MachineSnapshot, vram: float | None) -> bool:
-    from memtop.cli.gpus import emptiest
-
-    return vram is not None and emptiest(machine) is None
-
-
-_OF_KIND = {
-    **dict.fromkeys(("auto", "bf16"), "the GPU has bf16 and flash attention, as those of compute capability 8.0 and above"),
-    "fp16": "the GPU has flash attention, as those of compute capability 8.0 and above",
-}
-"""What is assumed of an unknown GPU, by precision: fp32 is the same on all."""
-
-
 def _settings(
     recipe: str | None,
     model: str | None,
@@ -199,9 +192,9 @@ def _settings(
     processes: int,
     card: Card,
     python: Interpreter | None,
-) -> tuple[Settings, str | None]:
-    """What `memtop train` would begin with, and why it chooses the preset, if it does; UsageError
-    names the option that is wrong."""
+) -> tuple[Settings, bool]:
+    """What `memtop train` would begin with, and whether it chooses the preset; UsageError names the
+    option that is wrong."""
     # They import what a plan does not need otherwise.
     from memtop.cli.gpus import Place
     from memtop.cli.recipes import edited_recipe, own_preset, placed_model, recipe_named
@@ -226,7 +219,7 @@ def _settings(
                 there = Place(free_bytes=card.total_bytes - card.others_bytes, card=card)
             (chosen, reason), whole = own_preset(base, edits, gpus, there, "" if python is None else python.path), False
         settings = edited_recipe(base, chosen, whole, edits, gpus)
-        return replace(settings, model=placed_model(settings.model), device="cuda"), reason
+        return replace(settings, model=placed_model(settings.model), device="cuda"), reason is not None
     except (SettingsError, PresetFileError) as error:
         raise UsageError(str(error)) from None
 
@@ -376,6 +369,7 @@ def _print_one(
     settings: Settings,
     own: TrainerCommand | None,
     values: dict[str, str],
+    begins: str | None,
     assumed: list[str],
     card: Card,
     answers: _Answers,
@@ -435,6 +429,8 @@ def _print_one(
     )
     if card.total_bytes is not None and not found and own is None and (best is None or host.is_too_little):
         print_lines(*for_terminal([_instead(settings, values, card, answers, on_host)]))
+    elif begins is not None and peak.band is not Band.DANGER and suffices:
+        print_lines(*for_terminal([f"train       {begins}"]))
     if answers.learned.problem is not None:
         print_message(f"memtop: earlier runs: {answers.learned.problem}")
     if answers.problem is not None and need.basis == "dry run":
@@ -461,15 +457,17 @@ def _instead(
         host = on_host(other)
         if need is not None and host.foreseen is not None and band_of(host.fraction) is not Band.DANGER:
             on_gpu, of_host = units.size(peak_of(need, card).bytes), units.size(host.foreseen.peak)
+            split = {"batch": str(other.batch), "accumulation": str(other.accumulation)}
+            command = train_command(other.recipe, str(model), None, values | split, settings.world_size)
             if method == "qlora":
                 return (
                     "instead     memtop knows no other settings of this method that fit this GPU and host; "
-                    f"--model {model} --method {method} trains adapters on a base in 4 bits, {other.split_text}, "
-                    f"T {other.seq_len}: ~{on_gpu} of GPU memory, ~{of_host} of host memory"
+                    f"`{command}` trains adapters on a base in 4 bits, {other.split_text}, T {other.seq_len}: "
+                    f"~{on_gpu} of GPU memory, ~{of_host} of host memory"
                 )
             return (
                 "instead     memtop knows no other settings of this method that fit this GPU and host; "
-                f"--model {model} --method {method} trains adapters, {other.split_text}, T {other.seq_len}: "
+                f"`{command}` trains adapters, {other.split_text}, T {other.seq_len}: "
                 f"~{on_gpu} of GPU memory, ~{of_host} of host memory"
             )
     return "instead     memtop knows no other settings of this method that fit this GPU and host; take a smaller model"
@@ -495,6 +493,8 @@ def _of_preset(settings: Settings, preset: Preset, answers: _Answers) -> PresetR
     look = outlook(settings, preset)
     if look.switch == "refused":
         return look, None, look.reason
+    if sys.stderr.isatty():
+        print_message(f"memtop: foreseeing preset {preset.name}")
     need: Need | Bound | str | None = answers.sure(look.kept)
     need = answers.bound(look.kept) if need is None else need
     return look, None if isinstance(need, str) else need, answers.problem or ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import msgspec
@@ -14,7 +15,9 @@ from memtop.cli.plan_host import PlannedHost, share_text
 from memtop.cli.wrapping import for_terminal, wraps_on_terminal
 from memtop.presets import Settings
 from memtop.presets.architectures import DEFAULTS, OTHER_NAMES
+from memtop.presets.checks import without_adapters
 from memtop.presets.comparison import Outlook, speed_words
+from memtop.presets.fields import OPTIONS
 from memtop.presets.measured import Measured
 from memtop.presets.parameters import model_size, stored_config
 from memtop.supervisor import units
@@ -62,7 +65,7 @@ def _settings_row(settings: Settings, own: TrainerCommand | None) -> dict[str, A
     if own is None:
         return row
     # Without an option for DeepSpeed, the Trainer has no ZeRO.
-    known = {"model", "method", "world_size", "lora", "zero", *own.values}
+    known = {"model", "method", "world_size", "lora", "zero", *(("ddp",) if own.ddp else ()), *own.values}
     return {name: value if name in known else None for name, value in row.items()}
 
 
@@ -81,6 +84,28 @@ _DECISIVE = (
 )
 
 
+def of_model(settings: Settings, config: Mapping[str, Any], transformers: str) -> list[str]:
+    """What is assumed of the model, or is not what one expects of it. `transformers`: the version
+    that would train it; empty: not known."""
+    found = left_out(config)
+    if (words := without_adapters(settings)) is not None:
+        found.append(words)
+    kind, major = config.get("model_type"), transformers.partition(".")[0]
+    if settings.method == "qlora" and kind in ONE_TENSOR and (not major.isdecimal() or int(major) >= _ONE_TENSOR_FROM):
+        which = transformers or _ONE_TENSOR_FROM
+        found.append(
+            f"the experts of {kind} stay in 16 bits: transformers {which} keeps those of a layer in one tensor, "
+            "which bitsandbytes does not quantize"
+        )
+    return found
+
+
+ONE_TENSOR = ("mixtral", "qwen3_moe", "olmoe")
+"""Architectures whose experts are one tensor for all of a layer, from this version of transformers
+on."""
+_ONE_TENSOR_FROM = 5
+
+
 def left_out(config: Mapping[str, Any]) -> list[str]:
     """What is assumed of the values that decide how large a model is, if the configuration does not
     give them all."""
@@ -91,6 +116,15 @@ def left_out(config: Mapping[str, Any]) -> list[str]:
     missing = [f"{name} {value}" for name, value in DEFAULTS[kind].items() if name in _DECISIVE and name not in given]
     listed = ", ".join(missing)
     return [f"what the model's configuration leaves out, as in transformers: {listed}"] if missing else []
+
+
+def of_unknown_gpu(precision: str) -> list[str]:
+    """What is assumed of a GPU that is not here: in fp32 all are the same."""
+    if precision == "fp32":
+        return []
+    if precision == "fp16":
+        return ["the GPU has flash attention, as those of compute capability 8.0 and above"]
+    return ["the GPU has bf16 and flash attention, as those of compute capability 8.0 and above"]
 
 
 def peak_row(peak: PlannedPeak) -> dict[str, Any]:
@@ -240,6 +274,20 @@ def _at_most(peak: PlannedPeak, card: Card) -> str:
     if peak.band not in (Band.SAFE, Band.EDGE) or band is peak.band:
         return ""
     return separator("; ") + tr(f"at most {units.percent(fraction)} {_band(band)}")
+
+
+def train_command(recipe: str, model: str, preset: str | None, values: Mapping[str, str], processes: int) -> str:
+    """The command that trains what is planned. FILE: the data, which a plan does not need."""
+    words = ["memtop train", recipe, f"--set {quote(f'model.path={model}')}"]
+    if "data.train" not in values:
+        words.append("--set data.train=FILE")
+    if preset is not None:
+        words.append(f"--preset {preset}")
+    for name, value in values.items():
+        words.append(f"{OPTIONS[name]} {value}" if name in OPTIONS else f"--set {quote(f'{name}={value}')}")
+    if processes > 1:
+        words.append(f"--gpus free:{processes}")
+    return " ".join(words)
 
 
 def _band(band: Band) -> str:

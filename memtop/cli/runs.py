@@ -142,8 +142,8 @@ def _lines(state: RunState, record: dict[str, Any]) -> Iterator[str]:
     for line in _memory_lines(state):
         yield f"  {line}"
     if len(record["configurations"]) > 1 or any(row["foreseen"] for row in record["configurations"]):
-        for row in record["configurations"]:
-            yield f"  {_configuration_line(row)}"
+        for number, row in enumerate(record["configurations"]):
+            yield f"  {_configuration_line(row, record['configurations'][:number])}"
             if (phases := _phases_words(msgspec.convert(row, Configuration))) is not None:
                 yield f"    allocated     {phases}"
     for attempt in record["attempts"]:
@@ -243,9 +243,9 @@ def _words(settings: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
-def _configuration_line(row: dict[str, Any]) -> str:
+def _configuration_line(row: dict[str, Any], earlier: list[dict[str, Any]]) -> str:
     """One configuration (a period with the same settings), with the number for `memtop
-    rollback`."""
+    rollback`. `earlier`: those before it."""
     settings, peak = row["settings"], row["peak"]
     parts = [_words(row["uses"]) or (f"requested: {_words(row['knobs'])}" if row["knobs"] else "own program")]
     if settings:
@@ -255,6 +255,8 @@ def _configuration_line(row: dict[str, Any]) -> str:
         parts.append(f"from update {row['since_update']}")
     if peak is not None:
         parts.append(f"peak {msgspec.convert(peak, Peak).words}")
+    elif (held := _held_before(row, earlier)) is not None:
+        parts.append(f"peak ≤ {units.size(held)}")
     if row["foreseen"] is not None:
         parts.append(f"foreseen {units.size(row['foreseen']['peak_bytes'])}")
     if row["samples_per_second"] is not None:
@@ -263,6 +265,15 @@ def _configuration_line(row: dict[str, Any]) -> str:
     ended = outcome_of(outcome, by_words=row["by_words"]) or (outcome and state_word(outcome, row["ended_by"]))
     parts.append(ended or "current")
     return f"configuration {row['number']}  {', '.join(parts)} ({tr(in_words(row['reason']))})"
+
+
+def _held_before(row: dict[str, Any], earlier: list[dict[str, Any]]) -> int | None:
+    """What the program held of host memory, bytes, when these settings began in it: it keeps what
+    it has freed, so their own peak is hidden below that. None if it began with them, or trains on a
+    GPU."""
+    same = (one for one in earlier if one["attempt"] == row["attempt"] and one["peak"] is not None)
+    found = [one["peak"]["bytes"] for one in same if str(one["outcome"]).startswith("host_oom")]
+    return max(found, default=None)
 
 
 def _phases_words(row: Configuration) -> str | None:

@@ -48,7 +48,7 @@ from memtop.presets import (
     load_presets,
     load_recipes,
 )
-from memtop.presets.checks import did_you_mean, longer_than_known
+from memtop.presets.checks import did_you_mean, longer_than_known, without_adapters
 from memtop.presets.edits import find_preset
 from memtop.presets.fields import OPTIONS
 from memtop.presets.program_profiles import load_profiles
@@ -398,7 +398,7 @@ def new_run(
         told.append(f"trains {place.note}" if gpus else f"trains {place.note}; --gpus chooses others")
     if (words := said_at_start(python)) is not None:
         told.append(words)
-    for words in (place.warning, *told, longer_than_known(settings)):
+    for words in (place.warning, *told, longer_than_known(settings), without_adapters(settings)):
         if words:
             print_message(f"memtop: {words}")
     refuse_wrong_model(python, settings)

@@ -85,6 +85,9 @@ class TrainerCommand(msgspec.Struct, frozen=True, kw_only=True):
     processes: int
     values: dict[str, str]
     """The settings as `--set` takes them."""
+    ddp: bool = False
+    """Whether DistributedDataParallel sums the gradients, as with the Trainer on several GPUs
+    without DeepSpeed."""
     assumed: tuple[str, ...] = ()
     """What the command does not say."""
 
@@ -130,13 +133,15 @@ def trainer_command(
         found |= _adapters(options, assumed)
     processes = processes or options.processes
     zero = _zero(options, cwd)
-    if zero is None and processes > 1:
-        assumed.append("gradients are exchanged in buckets, as the built-in trainer does")
+    ddp = zero is None and processes > 1
+    if ddp:
+        assumed.append("DistributedDataParallel sums the gradients, with buckets as large as all of them")
     return TrainerCommand(
         model=path if model is not None or not (Path(cwd) / path).exists() else str(Path(cwd) / path),
         method=method,
         processes=processes,
         values=found | (zero or {}),
+        ddp=ddp,
         assumed=tuple(assumed),
     )
 

@@ -26,6 +26,9 @@ def read(text: str, cwd: Path) -> TrainerCommand:
 def test_the_options_of_a_script_and_its_launcher(tmp_path: Path) -> None:
     found = read(f"torchrun --nproc_per_node 2 {CLM} --bf16 --optim=adafactor --gradient_checkpointing False", tmp_path)
     assert (found.model, found.method, found.processes) == ("gpt2", "full", 2)
+    assert found.ddp
+    assert found.assumed[-1] == "DistributedDataParallel sums the gradients, with buckets as large as all of them"
+    assert not read(f"python {CLM}", tmp_path).ddp
     assert found.values == {
         "batch": "8",
         "accumulation": "1",

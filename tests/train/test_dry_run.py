@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, masking_utils
 
@@ -468,8 +469,30 @@ def test_the_buckets_of_a_deep_model_grow_no_further_than_they_may() -> None:
     deep = {"config": LLAMA | {"num_hidden_layers": 30}, "method": "lora", "lora": Lora(r=128, alpha=16)}
     two, one = (foreseen(**deep, world_size=count).components["workspace"] for count in (2, 1))
     training = msgspec.structs.replace(PLAIN, **deep)
-    assert two - one == ring_bytes(meta_model(training, config_of(training)))
+    assert two - one == ring_bytes(msgspec.structs.replace(training, world_size=2), meta_model(training, config_of(training)))
     assert 1.9 * BUCKET_BYTES < two - one <= 2 * BUCKET_BYTES
+
+
+def test_distributed_data_parallel_has_the_gradients_once_more() -> None:
+    """Beside the gradients themselves, which are no views of its buckets."""
+    training = msgspec.structs.replace(PLAIN, world_size=2, ddp=True, config={**LLAMA, "num_hidden_layers": 12})
+    model = meta_model(training, config_of(training)).to_empty(device="cpu")
+    model.tie_weights()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            parallel = torch.nn.parallel.DistributedDataParallel(model)
+        made = sum(event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]")
+        parallel(torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
+        assert all(parameter.grad._base is None for parameter in model.parameters())
+    finally:
+        torch.distributed.destroy_process_group()
+    assert made == pytest.approx(ring_bytes(training, model), rel=1e-3)
+    ours, ddp = (foresee(msgspec.structs.replace(training, ddp=ddp)) for ddp in (False, True))
+    # The allocator does not split a block for less than 1 MiB.
+    assert ddp.components["buckets"] == pytest.approx(ring_bytes(training, model), abs=MIB)
+    assert "buckets" not in ours.components
+    assert ddp.components["gradients"] == ours.components["gradients"]
 
 
 def _replayed(trace: Any) -> list[int]:

@@ -18,11 +18,11 @@ from memtop.presets import Settings, load_presets
 from memtop.presets.architectures import shape_of
 from memtop.presets.comparison import outlook
 from memtop.presets.estimate import Estimate, _Run, estimate
-from memtop.presets.parameters import model_parameters
+from memtop.presets.parameters import linear_layers, model_parameters
 from memtop.presets.schema import Lora, Zero
 from memtop.presets.sequence import Phase
 from memtop.presets.states import UnknownMemoryError
-from memtop.train.dry_run.build import config_of, training_of
+from memtop.train.dry_run.build import Training, config_of, meta_model, training_of
 from memtop.train.dry_run.run import foresee, recorded
 from tests.forking import LONG
 
@@ -103,6 +103,31 @@ def test_every_preset_is_estimated_and_run_without_numbers_or_refused_by_name(me
     assert len(seen) >= 5
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "mixtral", "qwen3_moe", "olmoe"])
+def test_the_layers_that_can_get_adapters_are_those_of_the_model(kind: str) -> None:
+    small = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = {"model_type": kind, "vocab_size": 99, "pad_token_id": 0, **({} if kind in ("t5", "gpt2") else small)}
+    named = linear_layers(config)
+    assert named is not None
+    task: Any = "seq2seq" if kind == "t5" else "causal"
+
+    def adapted(*targets: str) -> Any:
+        lora = Lora(r=4, alpha=4, targets=targets)
+        return meta_model(
+            training := Training(config=config, task=task, method="lora", lora=lora, batch=1, seq_len=8, generation=80),
+            config_of(training),
+        )
+
+    chosen, every = adapted(*named), adapted("all-linear")
+    assert set(chosen.targeted_module_names) == set(every.targeted_module_names)
+    # Of a mixture of experts, those of the experts are parameters, and one of all is the router.
+    assert set(chosen.targeted_parameter_names) == {
+        name for name in every.targeted_parameter_names if name.rpartition(".")[0].endswith("experts")
+    }
+    whole = {name.rpartition(".")[2] for name in chosen.targeted_module_names}
+    assert whole == (set(named) if not chosen.targeted_parameter_names else {"q_proj", "k_proj", "v_proj", "o_proj"})
+
+
 FULL: dict[str, Any] = {"method": "full"}
 TARGETS = {"t5": ("q", "v"), "gpt2": ("c_attn",), "phi3": ("qkv_proj", "o_proj")}
 SHARDED = {"world_size": 4, "precision": "bf16"}
@@ -121,6 +146,7 @@ SHARDED = {"world_size": 4, "precision": "bf16"}
         ),
         pytest.param("GPT-2-355M", FULL | {"batch": 4, "optimizer": "adafactor", "precision": "fp32"}, marks=pytest.mark.long),
         pytest.param("T5-base", FULL | {"batch": 16, "task": "seq2seq", "accumulation": 4}, marks=pytest.mark.long),
+        ("SmolLM2-135M", FULL | {"world_size": 2, "ddp": True, "batch": 1}),
         pytest.param("SmolLM2-135M", FULL | SHARDED | {"zero": Zero(stage=1), "batch": 8}, marks=pytest.mark.long),
         ("SmolLM2-135M", FULL | SHARDED | {"zero": Zero(stage=2, offload_optimizer=True), "batch": 8}),
         pytest.param(
@@ -455,7 +481,8 @@ def test_weights_leave_the_gpu_to_become_one_tensor_if_both_do_not_fit() -> None
     [
         ({}, {}, "model.config.model_type: missing"),
         ({"model_type": "mamba"}, {}, "model.config.model_type mamba: no estimate for this architecture; known are gemma"),
-        (LLAMA | {"hidden_size": "wide"}, {}, "model.config.hidden_size wide: must be a whole number from 1 on"),
+        (LLAMA | {"hidden_size": "wide"}, {}, 'model.config.hidden_size "wide": must be a whole number from 1 on'),
+        (LLAMA | {"vocab_size": None}, {}, "model.config.vocab_size null: must be a whole number from 1 on"),
         (LLAMA | {"vocab_size": 0}, {}, "model.config.vocab_size 0: must be"),
         (LLAMA | {"num_hidden_layers": None}, {}, "model.config.num_hidden_layers None: must be"),
         (LLAMA | {"num_attention_heads": 15}, {}, "model.config.num_key_value_heads 4: does not divide num_attention_heads 15"),

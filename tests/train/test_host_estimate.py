@@ -137,6 +137,14 @@ def test_page_locked_blocks_are_powers_of_two() -> None:
     assert page_locked(9 * GIB // 4) == 4 * GIB
 
 
+def test_the_preset_minimal_says_what_the_host_needs_of_each_trained_parameter() -> None:
+    preset = load_presets()["minimal"]
+    parts = estimated(on_gpu=True, precision="bf16", zero=preset.zero, pin_memory=False).components
+    least = (parts["optimizer"] + parts["gradients"] + 2 * PARAMETERS) / PARAMETERS
+    assert f"at least {least:.0f} bytes of host memory per trained parameter" in preset.description
+    assert parts["weights"] >= 2 * PARAMETERS, "a page-locked block is rounded up"
+
+
 @pytest.mark.parametrize(
     ("zero", "accumulation", "world", "pins"),
     [

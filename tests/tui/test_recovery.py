@@ -92,7 +92,7 @@ async def test_it_opens_by_itself_and_shows_what_happened_and_what_can_be_done()
                 "training unchanged, resumes, speed about -10 %",
                 "? peak not known: the pieces were not counted",
                 "! needs your consent, changes training, resumes",
-                "does not change the run: a command to copy",
+                "only you can do this: a command to copy",
                 "type: sudo fallocate -l 8G /swapfile",
             ):
                 assert expected in text, (size, expected)

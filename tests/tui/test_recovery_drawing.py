@@ -76,7 +76,7 @@ def test_a_death_of_host_memory_has_a_bar_of_host_memory() -> None:
     there = fold(fold(fold(Store(), machine(time=NOW)), died), machine(host=replace(HOST, used_fraction=0.1), time=NOW + 9))
     seen = drawn(bare, there, 90)
     assert seen[0] == "host memory, the highest sample in the minute before: 75.0 % of 32.0 GiB"
-    assert seen[2] == "? how it was divided is not known"
+    assert seen[2] == "? how much each program held is not known"
     # A dashboard that starts later sees a machine that has its memory back, which proves nothing.
     late = fold(fold(Store(), replace(died, machine=None)), machine(time=NOW + 9))
     assert drawn(bare, late, 100)[0].startswith("? host memory at that moment is not known")

@@ -162,6 +162,10 @@ async def test_another_sequence_length_says_the_tokens_per_update_and_not_that_n
         assert "effective batch 32 -> 32" in words(app)
         assert "tokens per update 4096 -> 2048" in words(app)
         assert "unchanged" not in words(app)
+        assert "no sample is repeated or skipped" in words(app)
+        app.screen.query_one("#seq_len", Input).value = "none"
+        await settle(pilot)
+        assert "no sample is repeated or skipped" not in words(app), "with a wrong value it does not resume"
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -531,6 +535,7 @@ async def test_a_program_of_ones_own_with_the_trainer_has_a_form_of_its_own(tmp_
         app.screen.query_one("#batch", Input).value = "none"
         await settle(pilot)
         assert "batch none: must be a whole number from 1 on" in words(app)
+        assert not app.screen.query_one("#resumes").display, "with a wrong value it does not resume"
         assert app.screen.query_one("#confirm", Button).disabled
         app.screen.query_one("#batch", Input).value = "4"
         await settle(pilot)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -161,7 +162,8 @@ def _load(path: str) -> Any:
         return AutoTokenizer.from_pretrained(expanded, trust_remote_code=False)
     # Broken files raise any kind of error from three libraries.
     except Exception as error:  # noqa: BLE001
-        reason = first_line(error).rstrip(".")
+        # Of a list of what is missing, the first line is only the beginning.
+        reason = re.sub(r" from one of: *$", "", first_line(error)).rstrip(".")
         help_ = (
             "the folder needs tokenizer.json or another tokenizer file"
             if looks_local

@@ -129,6 +129,7 @@ class _Kept:
             **memory_shape(settings, "peak", "host"),
             "task": settings.task,
             "world_size": settings.world_size,
+            "ddp": settings.ddp,
             "config": stored_config(settings) or settings.model,
             "from_path": "path" in settings.model,
             "generation": request.generation,

@@ -77,7 +77,10 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     """Gradients are set to zero between updates instead of released."""
     world_size: Positive = 1
     """Processes, with a GPU each. Without ZeRO they sum their gradients with the built-in trainer's
-    buckets."""
+    buckets, or with those of `ddp`."""
+    ddp: bool = False
+    """torch's DistributedDataParallel sums the gradients. When it is made it allocates buckets for
+    all of them, and unless it is told to, it does not make the gradients views of the buckets."""
     rank: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Which of these processes. With ZeRO-1 and 2 the first one often needs the most memory, and
     the last one if the head has weights of its own."""
@@ -150,6 +153,7 @@ def training_of(settings: Settings, *, generation: int, capacity: int | None, ho
         optimizer="adamw" if settings.optimizer == "cpu_adam" else settings.optimizer,
         loss_chunk=settings.loss_chunk,
         world_size=settings.world_size,
+        ddp=settings.ddp,
         zero=settings.zero,
         pin_memory=host_plan(settings, host_bytes, on_gpu=True).pin_memory,
         built_in=built_in,

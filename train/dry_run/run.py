@@ -154,7 +154,7 @@ def _traced(training: Training) -> Recorded:
         if len(one) != len(two):
             return recorded(training, config)[0]
         live = [more + (more - less) * (layers - 2) for less, more in zip(one, two, strict=True)]
-    ring = ring_bytes(meta_model(training, config)) if training.world_size > 1 else 0
+    ring = ring_bytes(training, meta_model(training, config))
     shallow, deeper = (recorded(training, with_layers(config, count), live, ring)[0] for count in SHALLOW)
     return deepened(shallow, deeper, layers) or recorded(training, config)[0]
 
@@ -179,7 +179,7 @@ def recorded(
     `loss_chunk` is 0."""
     model, trace, mode = _to_run(training, config)
     if ring is None:
-        ring = ring_bytes(model) if training.world_size > 1 else 0
+        ring = ring_bytes(training, model)
     asked: list[int] = []
 
     def free(device: torch.device) -> int | None:
@@ -300,7 +300,7 @@ class _Plain:
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(lambda parameter: trace.count(parameter.grad, "gradients"))
         self._ring = empty(mode, (ring,), torch.uint8)
-        trace.count(self._ring, "workspace")
+        trace.count(self._ring, "buckets" if training.ddp else "workspace")
         with _disable_current_modes():
             self._optimizer = _optimizer(training, self._parameters, model.config, trace)
         self._takes_norm = training.loss == "pieces"
@@ -343,9 +343,14 @@ def _engine(
     return ZeroStages1And2(training, model, memory, optimizer_of, lambda: free(torch.device("cpu")))
 
 
-def ring_bytes(model: Any) -> int:
-    """Of the buckets through which several processes sum their small gradients."""
+def ring_bytes(training: Training, model: Any) -> int:
+    """Of the buckets through which several processes sum their gradients without ZeRO; 0 with one
+    process. Those of the built-in trainer hold only small gradients."""
+    if training.world_size == 1:
+        return 0
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if training.ddp:
+        return sum(parameter.nbytes for parameter in parameters)
     sizes = [bucket.size_bytes for bucket in plan_buckets(parameters, BUCKET_BYTES)]
     return min(RING, len(sizes)) * max(sizes, default=0)
 

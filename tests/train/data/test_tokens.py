@@ -89,6 +89,9 @@ def test_unreadable_tokenizers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=rf"tokenizer {tmp_path}: cannot be loaded: .*tokenizer\.json") as caught:
         load_tokens(str(tmp_path))
     assert "\n" not in str(caught.value)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(BadInputError, match=r"instantiate the backend tokenizer; the folder needs tokenizer\.json or "):
+        load_tokens(str(tmp_path))
     # The tests run offline, so a hub name is searched only in the local cache.
     with pytest.raises(
         BadInputError, match=r"tokenizer memtop-test/absent: cannot be loaded: .*download it while online"
