@@ -263,3 +263,19 @@ def test_a_plan_says_who_chose_the_preset_and_what_slower_means(capsys: pytest.C
     assert "memtop: memtop chose preset standard: 8.00 GiB of GPU memory free, estimated to peak at ~" in told
     assert run(["plan", "--model", str(model), "--vram", "8", "--all"]) == 0
     assert "memtop: faster and slower: than preset standard with 16 x 4 x 1, T 512\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_each_row_of_all_is_what_its_preset_gives(method: str, capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    (model / "config.json").write_text(json.dumps(WIDE))
+    words = ("--model", str(model), "--method", method, "--vram", "24", "--host-ram", "64")
+    rows = document(capsys, *words, "--all")
+    foreseen = [row for row in rows if row["peak_bytes"] is not None]
+    assert len(foreseen) >= 6
+    for row in foreseen:
+        alone = document(capsys, *words, *row["options"])
+        assert (row["peak_bytes"], row["host"]) == (alone["gpu"]["peak_bytes"], alone["host"]), row["preset"]
+        assert [row[name] for name in SHAPE] == [alone["settings"][name] for name in SHAPE], row["preset"]
+
+
+SHAPE = ("preset", "batch", "accumulation", "seq_len")

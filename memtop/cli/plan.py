@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 from msgspec.structs import replace
 
 from memtop.cli import completion
-from memtop.cli.configuration import configured
 from memtop.cli.interpreters import refuse_wrong_model, search
 from memtop.cli.options import GIB, PLANNED_BATCH, WHOLE, assignments_of, json_option, set_option
 from memtop.cli.output import print_json, print_lines, print_message
@@ -29,11 +28,11 @@ from memtop.cli.plan_output import (
     plan_text,
     print_all,
 )
+from memtop.cli.plan_question import METHODS, Question, settings_of
 from memtop.cli.wrapping import for_terminal
-from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets
+from memtop.presets import Settings, load_presets
 from memtop.presets.checks import longer_than_known
-from memtop.presets.comparison import outlook
-from memtop.presets.edits import find_preset
+from memtop.presets.comparison import outlook, pace
 from memtop.presets.files import usable
 from memtop.presets.measured import Measured, learned
 from memtop.presets.parameters import stored_config, unreadable_model
@@ -58,12 +57,10 @@ from memtop.supervisor.plan import (
 )
 from memtop.supervisor.profile.trainer_command import TrainerCommand, trainer_command
 from memtop.supervisor.recovery.forecast import Estimates
-from memtop.supervisor.wire import Change
 
 if TYPE_CHECKING:
     from memtop.supervisor.monitor.values import MachineSnapshot
 
-_BY_METHOD = {"full": "pretrain-causal", "lora": "sft-lora", "qlora": "sft-qlora"}
 _GIB = 1 << 30
 
 
@@ -72,7 +69,7 @@ _GIB = 1 << 30
 @click.option("--model", metavar="NAME|PATH", help="a folder, a config.json or a hub name, in place of the recipe's model")
 @click.option(
     "--method",
-    type=click.Choice(tuple(_BY_METHOD)),
+    type=click.Choice(tuple(METHODS)),
     help="train all weights, adapters, or adapters on a base in 4 bits [as the recipe]",
 )
 @click.option("--preset", metavar="NAME", help="the memory strategy [the recipe's]", shell_complete=completion.presets)
@@ -114,6 +111,7 @@ def plan(
         raise UsageError(f"--gpus {gpus}: at least one; here it is how many GPUs, not which")
     machine = _machine()
     values = assignments_of(assignments, batch=batch, accumulation=accum, seq_len=seq_len)
+    by_set = frozenset(text.partition("=")[0] for text in assignments)
     own = None
     if program:
         refused = {
@@ -130,7 +128,8 @@ def plan(
         model, method, preset, gpus, values = own.model, own.method, "standard", own.processes, own.values | values
     card = _card(machine, vram, gpus or 1)
     python = search().found
-    settings, chosen = _settings(recipe, model, method, preset, values, gpus or 1, card, python)
+    question = Question(recipe, model, method, preset, values, by_set, gpus or 1, card, python)
+    settings, chosen = settings_of(question)
     config = stored_config(settings) or {}
     if (unread := unreadable_model(settings)) is not None:
         raise UsageError(unread)
@@ -142,15 +141,15 @@ def plan(
     assumed += left_out(config)
     try:
         if every:
-            rows = [_of_preset(settings, one, answers) for one in usable(load_presets(), settings.recipe).values()]
+            rows = [_of_preset(question, settings, name, answers) for name in usable(load_presets(), settings.recipe)]
             on_gpu = card.total_bytes is not None
-            hosts = [planned_host(look.kept, machine.host, host_ram, on_gpu=on_gpu) for look, _, _ in rows]
+            hosts = [planned_host(row.settings, machine.host, host_ram, on_gpu=on_gpu) for row in rows]
             print_all(rows, hosts, card, as_json=as_json)
             if not as_json:
                 asked = f"{settings.split_text}, T {settings.seq_len}"
                 print_message(f"memtop: faster and slower: than preset {settings.preset} with {asked}")
             return 0
-        _print_one(settings, own, values, assumed, card, answers, host_ram, machine, as_json=as_json)
+        _print_one(settings, own, question, assumed, card, answers, host_ram, machine, as_json=as_json)
         if chosen is not None and card.total_bytes is not None:
             print_message(f"memtop: memtop chose {chosen}; --preset NAME chooses another")
         if (longer := longer_than_known(settings)) is not None:
@@ -188,69 +187,6 @@ _OF_KIND = {
     "fp16": "the GPU has flash attention, as those of compute capability 8.0 and above",
 }
 """What is assumed of an unknown GPU, by precision: fp32 is the same on all."""
-
-
-def _settings(
-    recipe: str | None,
-    model: str | None,
-    method: str | None,
-    preset: str | None,
-    values: dict[str, str],
-    processes: int,
-    card: Card,
-    python: Interpreter | None,
-) -> tuple[Settings, str | None]:
-    """What `memtop train` would begin with, and why it chooses the preset, if it does; UsageError
-    names the option that is wrong."""
-    # They import what a plan does not need otherwise.
-    from memtop.cli.gpus import Place
-    from memtop.cli.recipes import edited_recipe, own_preset, placed_model, recipe_named
-
-    place = None if model is None else _place_of(model)
-    name = recipe or _recipe_for(place, method)
-    gpus = [str(number) for number in range(processes)]
-    try:
-        base = recipe_named(name)
-        if method is not None and method != base.method:
-            raise UsageError(f"--method {method}: recipe {base.name} is for method {base.method}; leave out RECIPE")
-        if place is not None:
-            base = replace(base, model=placed_model(place))
-        wanted = preset or configured("preset").value
-        edits = Change(assignments=values)
-        if wanted is not None:
-            chosen: Preset = find_preset(wanted, base.name)
-            whole, reason = chosen.meant_for(base.name), None
-        else:
-            there = Place()
-            if card.total_bytes is not None:
-                there = Place(free_bytes=card.total_bytes - card.others_bytes, card=card)
-            (chosen, reason), whole = own_preset(base, edits, gpus, there, "" if python is None else python.path), False
-        settings = edited_recipe(base, chosen, whole, edits, gpus)
-        return replace(settings, model=placed_model(settings.model), device="cuda"), reason
-    except (SettingsError, PresetFileError) as error:
-        raise UsageError(str(error)) from None
-
-
-def _place_of(model: str) -> dict[str, Any]:
-    """The `model` of the settings; UsageError for a file that is no config.json."""
-    path = Path(model).expanduser()
-    if not path.is_file():
-        return {"path": model}
-    if path.name != "config.json":
-        raise UsageError(f"--model {model}: is a file; give a folder with a config.json, that file, or a hub name")
-    return {"path": str(path.absolute().parent)}
-
-
-def _recipe_for(model: dict[str, Any] | None, method: str | None) -> str:
-    """The recipe for a model and a method that were given without one."""
-    if model is None and method is None:
-        return "first-run"
-    kind = None if model is None else (stored_config(_with_model(model)) or {}).get("model_type")
-    return "pretrain-t5" if kind == "t5" and method in (None, "full") else _BY_METHOD[method or "full"]
-
-
-def _with_model(model: dict[str, Any]) -> Settings:
-    return Settings(recipe="", preset="", batch=1, accumulation=1, seq_len=1, save_every=1, learning_rate=1e-4, model=model)
 
 
 class _Answers:
@@ -375,7 +311,7 @@ _WITH_VRAM = "no GPU is here: with --vram GIB, which says how large yours is, a 
 def _print_one(
     settings: Settings,
     own: TrainerCommand | None,
-    values: dict[str, str],
+    question: Question,
     assumed: list[str],
     card: Card,
     answers: _Answers,
@@ -434,7 +370,7 @@ def _print_one(
         *host_text(host, on_gpu=card.total_bytes is not None),
     )
     if card.total_bytes is not None and not found and own is None and (best is None or host.is_too_little):
-        print_lines(*for_terminal([_instead(settings, values, card, answers, on_host)]))
+        print_lines(*for_terminal([_instead(settings, question, card, answers, on_host)]))
     if answers.learned.problem is not None:
         print_message(f"memtop: earlier runs: {answers.learned.problem}")
     if answers.problem is not None and need.basis == "dry run":
@@ -446,13 +382,13 @@ def _print_one(
 
 
 def _instead(
-    settings: Settings, values: dict[str, str], card: Card, answers: _Answers, on_host: Callable[[Settings], PlannedHost]
+    settings: Settings, question: Question, card: Card, answers: _Answers, on_host: Callable[[Settings], PlannedHost]
 ) -> str:
     """What to do where no known settings of the method fit: another method, by its estimate."""
-    model, methods = settings.model.get("path"), list(_BY_METHOD)
+    model, methods = settings.model.get("path"), list(METHODS)
     for method in methods[methods.index(settings.method) + 1 :] if model and settings.task != "seq2seq" else ():
         try:
-            other, _ = _settings(None, model, method, None, values, settings.world_size, card, None)
+            other, _ = settings_of(question._replace(recipe=None, method=method, preset=None))
         except UsageError:
             continue  # a value of the user's does not go with it
         need = answers.rough(other)
@@ -491,10 +427,12 @@ def _others(settings: Settings, own: TrainerCommand | None) -> Iterator[Settings
         yield replace(settings, method="qlora", preset="standard", zero=Zero())
 
 
-def _of_preset(settings: Settings, preset: Preset, answers: _Answers) -> PresetRow:
-    look = outlook(settings, preset)
-    if look.switch == "refused":
-        return look, None, look.reason
-    need: Need | Bound | str | None = answers.sure(look.kept)
-    need = answers.bound(look.kept) if need is None else need
-    return look, None if isinstance(need, str) else need, answers.problem or ""
+def _of_preset(question: Question, settings: Settings, name: str, answers: _Answers) -> PresetRow:
+    """What `--preset NAME` gives in place of the present settings."""
+    try:
+        after, _ = settings_of(question._replace(preset=name))
+    except UsageError as error:
+        return PresetRow(name, None, None, str(error))
+    need: Need | Bound | str | None = answers.sure(after)
+    need = answers.bound(after) if need is None else need
+    return PresetRow(name, after, None if isinstance(need, str) else need, answers.problem or "", pace(settings, after))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.cells import cell_len
@@ -14,7 +14,7 @@ from memtop.cli.plan_host import PlannedHost, share_text
 from memtop.cli.wrapping import for_terminal, wraps_on_terminal
 from memtop.presets import Settings
 from memtop.presets.architectures import DEFAULTS, OTHER_NAMES
-from memtop.presets.comparison import Outlook, speed_words
+from memtop.presets.comparison import Pace, speed_words
 from memtop.presets.measured import Measured
 from memtop.presets.parameters import model_size, stored_config
 from memtop.supervisor import units
@@ -23,8 +23,18 @@ from memtop.supervisor.monitor.values import Band, band_of, mark
 from memtop.supervisor.plan import Bound, Card, Need, PlannedPeak, Way, peak_of
 from memtop.supervisor.profile.trainer_command import TrainerCommand
 
-PresetRow = tuple[Outlook, Need | Bound | None, str]
-"""What a preset would do, what it needs, and why that is not known."""
+
+class PresetRow(NamedTuple):
+    """What `--preset NAME` would give."""
+
+    name: str
+    settings: Settings | None
+    """None: they are refused."""
+    need: Need | Bound | None
+    why: str
+    """Why it is refused, or what it needs is not known; else empty."""
+    pace: Pace | None = None
+    """Compared with the settings that were asked for; None: they are refused."""
 
 
 Ways = Sequence[tuple[Way, PlannedHost]]
@@ -271,53 +281,53 @@ def _named(way: Way) -> str:
 
 def print_all(rows: list[PresetRow], hosts: list[PlannedHost], card: Card, *, as_json: bool) -> None:
     if as_json:
-        print_json([{**_preset_row(*row, card), "host": host.row} for row, host in zip(rows, hosts, strict=True)])
+        print_json([{**_preset_row(row, card), "host": host.row} for row, host in zip(rows, hosts, strict=True)])
         return
     known = {
-        place: _cells(look, peak_of(need, card), host)
-        for place, ((look, need, _), host) in enumerate(zip(rows, hosts, strict=True))
-        if isinstance(need, Need)
+        place: _cells(row.name, row.settings, row.pace, peak_of(row.need, card), host)
+        for place, (row, host) in enumerate(zip(rows, hosts, strict=True))
+        if isinstance(row.need, Need) and row.settings is not None and row.pace is not None
     }
     widths = [max(cell_len(tr(cell)) for cell in column) for column in zip(*known.values(), strict=True)]
-    for place, (look, need, why) in enumerate(rows):
-        name = look.preset.name
+    for place, (name, settings, need, why, _) in enumerate(rows):
         if place in known:
             cells = enumerate(zip(known[place], widths, strict=True))
             padded = ((cell, -width if at in _NUMBERS else width) for at, (cell, width) in cells)
             print_lines(*for_terminal([row(*padded, between="  ")]))
-        elif isinstance(need, Bound):
-            print_lines(f"{name:16} {look.kept.split_text:12} bound: at least {units.size(need.bytes)}: {why}")
+        elif isinstance(need, Bound) and settings is not None:
+            print_lines(f"{name:16} {settings.split_text:12} bound: at least {units.size(need.bytes)}: {why}")
         else:
             print_lines(f"{name:16} {units.UNKNOWN}: {why}")
 
 
-_NUMBERS = (2, 3)
+_NUMBERS = (3, 4)
 """The cells that are aligned to the right."""
 
 
-def _cells(look: Outlook, peak: PlannedPeak, host: PlannedHost) -> tuple[str, ...]:
-    size = units.size(peak.bytes)
+def _cells(name: str, settings: Settings, pace: Pace, peak: PlannedPeak, host: PlannedHost) -> tuple[str, ...]:
+    size, rank = units.size(peak.bytes), "" if settings.lora is None else f" r {settings.lora.r}"
     share = ("", "") if peak.fraction is None else (units.percent(peak.fraction), _band(peak.band))
     of_host = units.size(None if host.foreseen is None else host.foreseen.peak)
     band = band_of(host.fraction)
     seen = "" if band is Band.UNKNOWN else _band(band)
-    speed = speed_words(look.pace.speed)
-    return (look.preset.name, look.kept.split_text, size, *share, peak.basis, f"RAM {of_host}", seen, speed)
+    values = f"T {settings.seq_len}{rank}"
+    return (name, settings.split_text, values, size, *share, peak.basis, f"RAM {of_host}", seen, speed_words(pace.speed))
 
 
-def _preset_row(look: Outlook, need: Need | Bound | None, why: str, card: Card) -> dict[str, Any]:
-    settings = look.kept
-    row: dict[str, Any] = {"peak_bytes": None, "band": band_of(None).value, "reason": why}
+def _preset_row(one: PresetRow, card: Card) -> dict[str, Any]:
+    settings, need = one.settings, one.need
+    row: dict[str, Any] = {"peak_bytes": None, "band": band_of(None).value, "reason": one.why}
     if isinstance(need, Need):
         row = peak_row(peak_of(need, card))
     elif need is not None:
-        row = bound_row(need, card) | {"reason": why}
+        row = bound_row(need, card) | {"reason": one.why}
     return {
-        "preset": look.preset.name,
-        "batch": settings.batch,
-        "accumulation": settings.accumulation,
-        "seq_len": settings.seq_len,
-        "speed_class": look.pace.speed,
-        "speed_basis": look.pace.basis,
+        "preset": one.name,
+        "batch": None if settings is None else settings.batch,
+        "accumulation": None if settings is None else settings.accumulation,
+        "seq_len": None if settings is None else settings.seq_len,
+        "speed_class": None if one.pace is None else one.pace.speed,
+        "speed_basis": [one.why] if one.pace is None else one.pace.basis,
+        "options": ["--preset", one.name],
         **row,
     }
