@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -279,3 +280,64 @@ def test_each_row_of_all_is_what_its_preset_gives(method: str, capsys: pytest.Ca
 
 
 SHAPE = ("preset", "batch", "accumulation", "seq_len")
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("full", ("--vram", "80", "--host-ram", "400")),
+        ("lora", ("--vram", "24", "--host-ram", "64")),
+        ("lora", ("--vram", "80", "--host-ram", "64", "--seq-len", "512", "--set", "learning_rate=3e-4")),
+        ("lora", ("--vram", "24", "--host-ram", "64", "--preset", "stage2_offload", "--set", "batch=1")),
+        ("qlora", ("--vram", "16", "--host-ram", "64", "--batch", "2", "--accum", "2")),
+    ],
+)
+def test_the_options_of_a_proposal_give_exactly_its_settings(
+    method: str, words: tuple[str, ...], capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    (model / "config.json").write_text(json.dumps(WIDE))
+    asked = ("--model", str(model), "--method", method, *words)
+    found = document(capsys, *asked)
+    assert found["alternatives"]
+    for row in found["alternatives"]:
+        back = document(capsys, *asked, *row["options"])
+        assert [back["settings"][name] for name in SHAPE] == [row[name] for name in SHAPE]
+        assert (back["gpu"]["peak_bytes"], back["host"]) == (row["peak_bytes"], row["host"]), row["options"]
+        if row["training_unchanged"]:
+            same = ("learning_rate", "lora", "warmup_samples", "epochs", "target_samples", "precision")
+            assert [back["settings"][name] for name in same] == [found["settings"][name] for name in same]
+    if found["max_safe_batch"] is not None:
+        back = document(capsys, *asked, *found["max_safe_options"])["settings"]
+        split = {"batch": found["max_safe_batch"], "accumulation": found["max_safe_accumulation"]}
+        assert back == found["settings"] | split
+    assert run(["plan", *asked]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\nadd         {shlex.join(row['options'])}\n" in out for row in found["alternatives"])
+
+
+def test_the_options_of_a_proposal_for_a_command_are_those_of_the_program(
+    capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    (model / "config.json").write_text(json.dumps(WIDE))
+    (model / "run_clm.py").touch()
+    command = ("python", str(model / "run_clm.py"), "--model_name_or_path", str(model), "--bf16", "--use_peft", "--lora_r", "8")
+    command += ("--block_size", "2048", "--per_device_train_batch_size", "8")
+    found = document(capsys, "--vram", "48", "--", *command)
+    options = [row["options"] for row in found["alternatives"]]
+    assert options[0][-2:] == ["--gradient_checkpointing", "true"]
+    for row in found["alternatives"]:
+        if row["options"] is None:
+            assert row["changes"] == ["method lora -> qlora"], "no option of the Trainer alone does that"
+            continue
+        back = document(capsys, "--vram", "48", "--", *command, *row["options"])
+        assert back["gpu"]["peak_bytes"] == row["peak_bytes"]
+        assert (back["settings"]["batch"], back["settings"]["seq_len"]) == (row["batch"], row["seq_len"])
+
+
+def test_a_preset_that_memtop_chose_is_said_to_be_other_settings_than_the_named_one(
+    capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    (model / "config.json").write_text(json.dumps(WIDE))
+    assert run(["plan", "--model", str(model), "--method", "qlora", "--vram", "10"]) == 0
+    said = "memtop: --preset qlora-16g-min would give other settings: T 1024 -> 512, LoRA r 32 -> 16, LoRA alpha 64 -> 32\n"
+    assert said in capsys.readouterr().err

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -28,15 +28,15 @@ from memtop.cli.plan_output import (
     plan_text,
     print_all,
 )
+from memtop.cli.plan_proposals import OwnProgram, largest, of_named_preset, others, proposed
 from memtop.cli.plan_question import METHODS, Question, settings_of
 from memtop.cli.wrapping import for_terminal
 from memtop.presets import Settings, load_presets
 from memtop.presets.checks import longer_than_known
-from memtop.presets.comparison import outlook, pace
+from memtop.presets.comparison import pace
 from memtop.presets.files import usable
 from memtop.presets.measured import Measured, learned
 from memtop.presets.parameters import stored_config, unreadable_model
-from memtop.presets.schema import Zero
 from memtop.supervisor import units
 from memtop.supervisor.dry_runs import DryRuns, Foreseen, NotForeseenError
 from memtop.supervisor.errors import UsageError
@@ -55,7 +55,7 @@ from memtop.supervisor.plan import (
     smallest,
     ways,
 )
-from memtop.supervisor.profile.trainer_command import TrainerCommand, trainer_command
+from memtop.supervisor.profile.trainer_command import trainer_command
 from memtop.supervisor.recovery.forecast import Estimates
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def plan(
     machine = _machine()
     values = assignments_of(assignments, batch=batch, accumulation=accum, seq_len=seq_len)
     by_set = frozenset(text.partition("=")[0] for text in assignments)
-    own = None
+    own, typed = None, None
     if program:
         refused = {
             "RECIPE": recipe,
@@ -124,7 +124,9 @@ def plan(
         for name, given in refused.items():
             if given is not None:
                 raise UsageError(f"{name} with -- COMMAND: leave it out; the command says what it trains")
-        own = trainer_command(program, str(Path.cwd()), model=model, batch=batch, seq_len=seq_len, processes=gpus)
+        given_too: dict[str, Any] = {"model": model, "batch": batch, "seq_len": seq_len, "processes": gpus}
+        own = trainer_command(program, str(Path.cwd()), **given_too)
+        typed = OwnProgram(program, own, given_too, values)
         model, method, preset, gpus, values = own.model, own.method, "standard", own.processes, own.values | values
     card = _card(machine, vram, gpus or 1)
     python = search().found
@@ -149,9 +151,11 @@ def plan(
                 asked = f"{settings.split_text}, T {settings.seq_len}"
                 print_message(f"memtop: faster and slower: than preset {settings.preset} with {asked}")
             return 0
-        _print_one(settings, own, question, assumed, card, answers, host_ram, machine, as_json=as_json)
+        _print_one(settings, typed, question, assumed, card, answers, host_ram, machine, as_json=as_json)
         if chosen is not None and card.total_bytes is not None:
             print_message(f"memtop: memtop chose {chosen}; --preset NAME chooses another")
+            if differs := of_named_preset(question, settings):
+                print_message(f"memtop: --preset {settings.preset} would give other settings: {differs}")
         if (longer := longer_than_known(settings)) is not None:
             print_message(f"memtop: {longer}")
     finally:
@@ -310,7 +314,7 @@ _WITH_VRAM = "no GPU is here: with --vram GIB, which says how large yours is, a 
 
 def _print_one(
     settings: Settings,
-    own: TrainerCommand | None,
+    program: OwnProgram | None,
     question: Question,
     assumed: list[str],
     card: Card,
@@ -320,6 +324,7 @@ def _print_one(
     *,
     as_json: bool,
 ) -> None:
+    own = None if program is None else program.read
 
     def on_host(settings: Settings) -> PlannedHost:
         return planned_host(settings, machine.host, host_ram, on_gpu=card.total_bytes is not None)
@@ -347,20 +352,21 @@ def _print_one(
             print_message(f"memtop: {_WITH_VRAM}")
         return
     peak, seen, alone = peak_of(need, card), answers.measured(settings), answers.alone(settings) or need
-    best = largest_safe(settings, card, answers.quick, answers.sure)
+    fitting = largest_safe(settings, card, answers.quick, answers.sure)
+    best = None if fitting is None else largest(*fitting, question, program)
     least = smallest(settings, card, answers.quick) if best is None else None
-    others: list[Way] = []
+    gaining: list[Way] = []
     suffices = band_of(host.fraction) is not Band.DANGER
     if card.total_bytes is not None:
-        others = ways(settings, _others(settings, own), card, answers.quick, host_suffices=suffices)
-    hosts = (host if own is not None else on_host(way.settings) for way in others)
-    found = [(way, of_host) for way, of_host in zip(others, hosts, strict=True) if not of_host.is_too_little]
+        gaining = ways(settings, others(settings, own=own is not None), card, answers.quick, host_suffices=suffices)
+    found = [proposed(way, host if own is not None else on_host(way.settings), question, program) for way in gaining]
+    found = [one for one in found if not one.host.is_too_little]
     if not suffices:
-        found = [(way, of_host) for way, of_host in found if band_of(of_host.fraction) is not Band.DANGER]
+        found = [one for one in found if band_of(one.host.fraction) is not Band.DANGER]
     if as_json:
         parts = {"peak_phase": peak.phase, "components": dict(peak.components), "total_bytes": card.total_bytes}
         gpu = {**peak_row(peak), **parts, "context_measured": card.context_measured}
-        row = document(settings, own, gpu, host, None if best is None else best[0].batch, found)
+        row = document(settings, own, gpu, host, best, found)
         row["measured"] = None if seen is None else measured_row(seen, settings, alone, card)
         row["smallest_peak_bytes"] = None if least is None else least[1].bytes
         print_json(row | {"assumed": assumed})
@@ -409,22 +415,6 @@ def _instead(
                 f"~{on_gpu} of GPU memory, ~{of_host} of host memory"
             )
     return "instead     memtop knows no other settings of this method that fit this GPU and host; take a smaller model"
-
-
-def _others(settings: Settings, own: TrainerCommand | None) -> Iterator[Settings]:
-    """Settings that need less memory, or work faster, than these."""
-    if not settings.gradient_checkpointing:
-        yield replace(settings, gradient_checkpointing=True)
-    # Presets are for recipes.
-    for preset in usable(load_presets(), settings.recipe).values() if own is None else ():
-        look = outlook(settings, preset)
-        if look.switch != "refused":
-            yield look.kept
-    if settings.seq_len > 1:
-        yield replace(settings, seq_len=settings.seq_len // 2)
-    if settings.method == "lora":
-        # ZeRO-3 cannot shard a base in 4 bits.
-        yield replace(settings, method="qlora", preset="standard", zero=Zero())
 
 
 def _of_preset(question: Question, settings: Settings, name: str, answers: _Answers) -> PresetRow:

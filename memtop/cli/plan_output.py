@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from rich.cells import cell_len
 
 from memtop.cli.output import print_json, print_lines, row
 from memtop.cli.plan_host import PlannedHost, share_text
+from memtop.cli.plan_proposals import Largest, Proposal
 from memtop.cli.wrapping import for_terminal, wraps_on_terminal
 from memtop.presets import Settings
 from memtop.presets.architectures import DEFAULTS, OTHER_NAMES
@@ -37,17 +39,13 @@ class PresetRow(NamedTuple):
     """Compared with the settings that were asked for; None: they are refused."""
 
 
-Ways = Sequence[tuple[Way, PlannedHost]]
-"""Other settings, and what they need of the host's memory."""
-
-
 def document(
     settings: Settings,
     own: TrainerCommand | None,
     gpu: dict[str, Any],
     host: PlannedHost,
-    best: int | None,
-    found: Ways,
+    best: Largest | None,
+    found: Sequence[Proposal],
 ) -> dict[str, Any]:
     size, config = model_size(settings), stored_config(settings) or {}
     return {
@@ -61,8 +59,10 @@ def document(
         "host": host.row,
         "effective_batch": settings.effective_batch,
         "tokens_per_update": settings.tokens_per_update,
-        "max_safe_batch": best,
-        "alternatives": [_way_row(*one, own) for one in found],
+        "max_safe_batch": None if best is None else best.settings.batch,
+        "max_safe_accumulation": None if best is None else best.settings.accumulation,
+        "max_safe_options": None if best is None else best.options,
+        "alternatives": [_way_row(one, own) for one in found],
     }
 
 
@@ -153,8 +153,8 @@ def bound_row(bound: Bound, card: Card) -> dict[str, Any]:
     }
 
 
-def _way_row(way: Way, host: PlannedHost, own: TrainerCommand | None) -> dict[str, Any]:
-    settings = way.settings
+def _way_row(one: Proposal, own: TrainerCommand | None) -> dict[str, Any]:
+    way, settings = one.way, one.way.settings
     return {
         "preset": settings.preset if own is None else None,
         "batch": settings.batch,
@@ -162,11 +162,12 @@ def _way_row(way: Way, host: PlannedHost, own: TrainerCommand | None) -> dict[st
         "seq_len": settings.seq_len,
         "effective_batch": settings.effective_batch,
         "changes": way.changes,
+        "options": one.options,
         "training_unchanged": way.unchanged,
         "speed_class": way.pace.speed,
         "speed_basis": way.pace.basis,
         **peak_row(way.peak),
-        "host": host.row,
+        "host": one.host.row,
     }
 
 
@@ -177,9 +178,9 @@ def plan_text(
     assumed: list[str],
     peak: PlannedPeak,
     card: Card,
-    best: tuple[Settings, Need] | None,
+    best: Largest | None,
     least: tuple[Settings, PlannedPeak] | None,
-    found: Ways,
+    found: Sequence[Proposal],
     measured: str | None,
 ) -> Iterator[str]:
     yield from heading(settings, own, assumed)
@@ -196,10 +197,17 @@ def plan_text(
         if least is not None:
             yield f"smallest    {least[0].split_text}: ~{_share(least[1], card)}"
     else:
-        size = units.size(peak_of(best[1], card).bytes)
-        yield f"largest     {best[0].split_text}: {size}, safe, and keeps the effective batch"
-    for way, of_host in found:
-        yield f"or          {_way_text(way, own)}{_host_words(of_host)}"
+        size = units.size(peak_of(best.need, card).bytes)
+        yield f"largest     {best.settings.split_text}: {size}, safe, and keeps the effective batch"
+        yield from _added(best.options)
+    for one in found:
+        yield f"or          {_way_text(one.way, own)}{_host_words(one.host)}"
+        yield from _added(one.options)
+
+
+def _added(options: Sequence[str] | None) -> Iterator[str]:
+    if options:
+        yield f"add         {shlex.join(options)}"
 
 
 @wraps_on_terminal

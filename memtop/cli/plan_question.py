@@ -141,7 +141,7 @@ def _added(question: Question, preset: str | None, wanted: Settings) -> Added | 
 
 def _words(question: Question, preset: str | None, values: Mapping[str, str]) -> list[str]:
     words = [] if preset is None else ["--preset", preset]
-    for name, text in values.items():
+    for name, text in sorted(values.items(), key=lambda one: one[0] not in _OPTIONS):
         option = _OPTIONS.get(name)
         words += ["--set", f"{name}={text}"] if option is None or name in question.by_set else [option, text]
     return words
