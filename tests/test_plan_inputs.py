@@ -189,7 +189,8 @@ WIDE = {
     "num_key_value_heads": 8,
     "vocab_size": 128256,
 }
-NOTHING = "instead     memtop knows no other settings of this method that fit this GPU and host; "
+TRIED = "tried       smaller batches, gradient checkpointing, the presets, "
+NOTHING = "T down to 128: nothing of it fits this GPU and host with this method\ninstead     "
 
 
 @pytest.mark.parametrize(
@@ -198,9 +199,12 @@ NOTHING = "instead     memtop knows no other settings of this method that fit th
         # Full training offloads more than the host has.
         (
             ["--vram", "80", "--host-ram", "23"],
-            r"--model \S+ --method lora trains adapters, \d+ x .*: ~[\d.]+ GiB of GPU memory",
+            r"--model \S+ --method lora (--.* )?trains adapters, \d+ x .*: ~[\d.]+ GiB of GPU memory",
         ),
-        (["--vram", "16", "--host-ram", "23"], r"--model \S+ --method qlora trains adapters on a base in 4 bits, \d+ x .*: ~"),
+        (
+            ["--vram", "16", "--host-ram", "23"],
+            r"--model \S+ --method qlora (--.* )?trains adapters on a base in 4 bits, \d+ x .*: ~",
+        ),
         (["--vram", "4", "--host-ram", "23"], "take a smaller model"),
         (["--vram", "3", "--host-ram", "64", "--method", "qlora"], "take a smaller model"),
         (["--vram", "80", "--host-ram", "400"], None),
@@ -215,13 +219,17 @@ def test_a_way_out_is_named_where_nothing_of_the_method_fits(
     if said is None:
         assert "instead" not in out
         return
-    assert re.search(f"^{NOTHING}{said}", out, re.MULTILINE)
-    named = re.search(r"instead .*--method (\w+) trains adapters.*: ~([\d.]+ GiB) of GPU", out)
-    if named is not None:
-        assert run(["plan", "--model", str(model), "--vram", words[1], "--host-ram", words[3], "--method", named[1]]) == 0
-        plan = capsys.readouterr().out
-        assert "fits        no" not in plan, "the plan of that method fits"
-        assert f" {named[2]}, safe" in plan or f"GPU memory  {named[2].partition(' ')[0]} / " in plan
+    assert re.search(f"^{TRIED}.*{NOTHING}{said}", out, re.MULTILINE)
+    found = document(capsys, "--model", str(model), *words)
+    assert found["tried"][-1] == "T down to 128"
+    assert (found["instead"] is None) is ("smaller model" in said)
+    if found["instead"] is not None:
+        named = document(capsys, *words[:4], *found["instead"]["options"])
+        assert (named["gpu"]["band"], named["host"]["band"]) == ("safe", "safe"), "the plan of that method fits"
+        for name in ("method", "batch", "accumulation", "seq_len"):
+            assert named["settings"][name] == found["instead"][name]
+        assert named["gpu"]["peak_bytes"] == found["instead"]["peak_bytes"]
+        assert named["host"]["peak_bytes"] == found["instead"]["host_peak_bytes"]
 
 
 def test_a_mixture_whose_layers_cannot_be_counted_ends_in_one_line(capsys: pytest.CaptureFixture[str], model: Path) -> None:
@@ -341,3 +349,63 @@ def test_a_preset_that_memtop_chose_is_said_to_be_other_settings_than_the_named_
     assert run(["plan", "--model", str(model), "--method", "qlora", "--vram", "10"]) == 0
     said = "memtop: --preset qlora-16g-min would give other settings: T 1024 -> 512, LoRA r 32 -> 16, LoRA alpha 64 -> 32\n"
     assert said in capsys.readouterr().err
+
+
+GEMMA = {
+    "model_type": "gemma2",
+    "hidden_size": 3584,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 42,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "vocab_size": 256000,
+}
+ONE_BILLION = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+}
+
+
+def test_more_halvings_and_the_recipes_own_presets_are_tried(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    (model / "config.json").write_text(json.dumps(GEMMA))
+    words = ("--model", str(model), "--method", "qlora", "--vram", "12", "--host-ram", "64")
+    found = document(capsys, *words)
+    assert found["max_safe_batch"] is None
+    options = [row["options"] for row in found["alternatives"]]
+    assert ["--preset", "qlora-16g-min"] in options, "with its own values"
+    assert ["--seq-len", "256"] in options
+    # At 512 the present strategy is not safe, and another one is.
+    assert 512 in [row["seq_len"] for row in found["alternatives"] if "--preset" not in row["options"]]
+    assert {row["band"] for row in found["alternatives"]} == {"safe"}
+    assert not any(row["training_unchanged"] for row in found["alternatives"])
+
+
+def test_an_optimizer_in_8_bits_is_proposed_and_not_called_the_same_training(
+    capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    (model / "config.json").write_text(json.dumps(ONE_BILLION))
+    words = ("--model", str(model), "--method", "full", "--vram", "16", "--host-ram", "23")
+    found = document(capsys, *words)
+    assert (found["settings"]["preset"], found["host"]["band"]) == ("stage2_offload", "danger")
+    first = found["alternatives"][0]
+    assert "optimizer adamw -> adamw_8bit" in first["changes"]
+    assert "optimizer=adamw_8bit" in first["options"]
+    assert (first["training_unchanged"], first["seq_len"], first["host"]["band"]) == (False, 512, "safe")
+    assert run(["plan", *words]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^or .* adamw_8bit\).*; training is not exactly the same; speed not known$", out, re.MULTILINE)
+    assert "instead" not in out
+
+
+def test_a_sample_that_is_far_too_long_is_halved_until_it_fits(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    (model / "config.json").write_text(json.dumps(WIDE))
+    words = ("--model", str(model), "--method", "lora", "--vram", "24", "--host-ram", "64", "--seq-len", "200000")
+    lengths = {row["seq_len"] for row in document(capsys, *words, "--batch", "1")["alternatives"]}
+    assert lengths
+    assert lengths <= {200000 >> times for times in range(2, 10)}

@@ -21,6 +21,8 @@ from memtop.cli.plan_output import (
     bound_text,
     document,
     heading,
+    instead_row,
+    instead_text,
     left_out,
     measured_row,
     measured_text,
@@ -28,16 +30,23 @@ from memtop.cli.plan_output import (
     plan_text,
     print_all,
 )
-from memtop.cli.plan_proposals import OwnProgram, largest, of_named_preset, others, proposed
-from memtop.cli.plan_question import METHODS, Question, settings_of
-from memtop.cli.wrapping import for_terminal
+from memtop.cli.plan_proposals import (
+    Instead,
+    OwnProgram,
+    largest,
+    of_named_preset,
+    other_methods,
+    others,
+    proposed,
+    tried_in_vain,
+)
+from memtop.cli.plan_question import METHODS, Question, settings_of, whole_options
 from memtop.presets import Settings, load_presets
 from memtop.presets.checks import longer_than_known
 from memtop.presets.comparison import pace
 from memtop.presets.files import usable
 from memtop.presets.measured import Measured, learned
 from memtop.presets.parameters import stored_config, unreadable_model
-from memtop.supervisor import units
 from memtop.supervisor.dry_runs import DryRuns, Foreseen, NotForeseenError
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.interpreters import Interpreter, learned_on
@@ -49,6 +58,7 @@ from memtop.supervisor.plan import (
     Need,
     Way,
     bound_of,
+    can_fit,
     is_safe,
     largest_safe,
     peak_of,
@@ -326,8 +336,17 @@ def _print_one(
 ) -> None:
     own = None if program is None else program.read
 
+    hosts: dict[bytes, PlannedHost] = {}
+
     def on_host(settings: Settings) -> PlannedHost:
-        return planned_host(settings, machine.host, host_ram, on_gpu=card.total_bytes is not None)
+        if card.total_bytes is None:
+            return planned_host(settings, machine.host, host_ram, on_gpu=False)
+        # Of a run on a GPU, the shape of a micro-batch is not in host memory.
+        shape: dict[str, Any] = {"preset": "", "batch": 1, "accumulation": min(2, settings.accumulation), "seq_len": 1}
+        key = msgspec.json.encode(replace(settings, **shape, gradient_checkpointing=False))
+        if key not in hosts:
+            hosts[key] = planned_host(settings, machine.host, host_ram, on_gpu=True)
+        return hosts[key]
 
     host = on_host(settings)
     if own is not None:
@@ -342,8 +361,8 @@ def _print_one(
             raise UsageError(f"{why}; {_WITH_VRAM}" if answers.lacks_size else why)
         if as_json:
             gpu = {**bound_row(bound, card), "peak_phase": None, "total_bytes": card.total_bytes, "reason": answers.problem}
-            row = document(settings, own, gpu, host, None, []) | {"measured": None, "smallest_peak_bytes": None}
-            print_json(row | {"assumed": assumed})
+            unknown: dict[str, Any] = {"measured": None, "smallest_peak_bytes": None, "tried": [], "instead": None}
+            print_json(document(settings, own, gpu, host, None, []) | unknown | {"assumed": assumed})
             return
         print_lines(*heading(settings, own, assumed), *bound_text(bound, card))
         print_lines(*host_text(host, on_gpu=card.total_bytes is not None))
@@ -357,26 +376,36 @@ def _print_one(
     least = smallest(settings, card, answers.quick) if best is None else None
     gaining: list[Way] = []
     suffices = band_of(host.fraction) is not Band.DANGER
+
+    def host_has_room(tried: Settings) -> bool:
+        found = host if own is not None else on_host(tried)
+        return not found.is_too_little and (suffices or band_of(found.fraction) is not Band.DANGER)
+
+    def fits(tried: Settings) -> bool:
+        # Without an estimate each answer would be a dry run.
+        return answers.rough(tried) is None or (can_fit(tried, card, answers.quick) and host_has_room(tried))
+
     if card.total_bytes is not None:
-        gaining = ways(settings, others(settings, own=own is not None), card, answers.quick, host_suffices=suffices)
+        possible = filter(host_has_room, others(settings, question, fits, own=own is not None))
+        gaining = ways(settings, possible, card, answers.quick, host_suffices=suffices)
     found = [proposed(way, host if own is not None else on_host(way.settings), question, program) for way in gaining]
-    found = [one for one in found if not one.host.is_too_little]
-    if not suffices:
-        found = [one for one in found if band_of(one.host.fraction) is not Band.DANGER]
+    needs_another = card.total_bytes is not None and not found and own is None and (best is None or host.is_too_little)
+    instead = _instead(question, settings, answers, on_host) if needs_another else None
+    tried = tried_in_vain(settings, estimated=answers.rough(settings) is not None) if needs_another else []
     if as_json:
         parts = {"peak_phase": peak.phase, "components": dict(peak.components), "total_bytes": card.total_bytes}
         gpu = {**peak_row(peak), **parts, "context_measured": card.context_measured}
         row = document(settings, own, gpu, host, best, found)
         row["measured"] = None if seen is None else measured_row(seen, settings, alone, card)
         row["smallest_peak_bytes"] = None if least is None else least[1].bytes
-        print_json(row | {"assumed": assumed})
+        print_json(row | {"assumed": assumed, "tried": tried, "instead": instead_row(instead)})
         return
     print_lines(
         *plan_text(settings, own, assumed, peak, card, best, least, found, measured_text(seen, settings, alone, card)),
         *host_text(host, on_gpu=card.total_bytes is not None),
     )
-    if card.total_bytes is not None and not found and own is None and (best is None or host.is_too_little):
-        print_lines(*for_terminal([_instead(settings, question, card, answers, on_host)]))
+    if needs_another:
+        print_lines(*instead_text(instead, tried))
     if answers.learned.problem is not None:
         print_message(f"memtop: earlier runs: {answers.learned.problem}")
     if answers.problem is not None and need.basis == "dry run":
@@ -388,33 +417,24 @@ def _print_one(
 
 
 def _instead(
-    settings: Settings, question: Question, card: Card, answers: _Answers, on_host: Callable[[Settings], PlannedHost]
-) -> str:
-    """What to do where no known settings of the method fit: another method, by its estimate."""
-    model, methods = settings.model.get("path"), list(METHODS)
-    for method in methods[methods.index(settings.method) + 1 :] if model and settings.task != "seq2seq" else ():
+    question: Question, asked: Settings, answers: _Answers, on_host: Callable[[Settings], PlannedHost]
+) -> Instead | None:
+    """Another method that fits GPU and host; None: none does, or none is known to."""
+    card = answers.card
+    for other in other_methods(question, asked):
         try:
-            other, _ = settings_of(question._replace(recipe=None, method=method, preset=None))
+            settings, _ = settings_of(other)
         except UsageError:
             continue  # a value of the user's does not go with it
-        need = answers.rough(other)
+        if not can_fit(settings, card, answers.rough):
+            continue
+        need = answers.sure(settings)
         if not is_safe(need, card):
-            other, need = largest_safe(other, card, answers.rough, answers.rough) or (other, None)
-        host = on_host(other)
-        if need is not None and host.foreseen is not None and band_of(host.fraction) is not Band.DANGER:
-            on_gpu, of_host = units.size(peak_of(need, card).bytes), units.size(host.foreseen.peak)
-            if method == "qlora":
-                return (
-                    "instead     memtop knows no other settings of this method that fit this GPU and host; "
-                    f"--model {model} --method {method} trains adapters on a base in 4 bits, {other.split_text}, "
-                    f"T {other.seq_len}: ~{on_gpu} of GPU memory, ~{of_host} of host memory"
-                )
-            return (
-                "instead     memtop knows no other settings of this method that fit this GPU and host; "
-                f"--model {model} --method {method} trains adapters, {other.split_text}, T {other.seq_len}: "
-                f"~{on_gpu} of GPU memory, ~{of_host} of host memory"
-            )
-    return "instead     memtop knows no other settings of this method that fit this GPU and host; take a smaller model"
+            settings, need = largest_safe(settings, card, answers.quick, answers.sure) or (settings, None)
+        host, options = on_host(settings), whole_options(other, settings)
+        if need is not None and options is not None and host.foreseen is not None and band_of(host.fraction) is not Band.DANGER:
+            return Instead(settings, peak_of(need, card), host.foreseen.peak, options)
+    return None
 
 
 def _of_preset(question: Question, settings: Settings, name: str, answers: _Answers) -> PresetRow:

@@ -12,7 +12,7 @@ from rich.cells import cell_len
 
 from memtop.cli.output import print_json, print_lines, row
 from memtop.cli.plan_host import PlannedHost, share_text
-from memtop.cli.plan_proposals import Largest, Proposal
+from memtop.cli.plan_proposals import Instead, Largest, Proposal
 from memtop.cli.wrapping import for_terminal, wraps_on_terminal
 from memtop.presets import Settings
 from memtop.presets.architectures import DEFAULTS, OTHER_NAMES
@@ -222,6 +222,38 @@ def bound_text(bound: Bound, card: Card) -> Iterator[str]:
         yield "fits        not known: the peak is higher"
 
 
+@wraps_on_terminal
+def instead_text(instead: Instead | None, tried: Sequence[str]) -> Iterator[str]:
+    """What to do where none of the settings that were tried fits."""
+    listed = separator(", ").join(map(tr, tried))
+    yield f"tried       {listed}: nothing of it fits this GPU and host with this method"
+    if instead is None:
+        yield "instead     take a smaller model"
+        return
+    after, on_gpu, of_host = instead.settings, units.size(instead.peak.bytes), units.size(instead.host_bytes)
+    options, shape = shlex.join(instead.options), f"{after.split_text}, T {after.seq_len}"
+    if after.method == "qlora":
+        yield (
+            f"instead     {options} trains adapters on a base in 4 bits, {shape}: "
+            f"~{on_gpu} of GPU memory, ~{of_host} of host memory"
+        )
+    else:
+        yield f"instead     {options} trains adapters, {shape}: ~{on_gpu} of GPU memory, ~{of_host} of host memory"
+
+
+def instead_row(instead: Instead | None) -> dict[str, Any] | None:
+    if instead is None:
+        return None
+    settings = instead.settings
+    names = ("method", "preset", "batch", "accumulation", "seq_len", "gradient_checkpointing")
+    return {
+        **{name: getattr(settings, name) for name in names},
+        "options": instead.options,
+        **peak_row(instead.peak),
+        "host_peak_bytes": instead.host_bytes,
+    }
+
+
 def _parts(components: Mapping[str, int], *, measured_context: bool = False) -> str:
     parts = sorted(components.items(), key=lambda one: -one[1])
     names = {"context": "measured context"} if measured_context else {}
@@ -266,6 +298,8 @@ def _band(band: Band) -> str:
 
 def _way_text(way: Way, own: TrainerCommand | None) -> str:
     same = "training is unchanged" if way.unchanged else "changes training"
+    if way.nearly:
+        same = "training is not exactly the same"
     head = way.settings.split_text if own is not None else f"{way.settings.split_text}{separator(', ')}{_named(way)}"
     changes = separator("; ").join(map(tr, way.changes))
     size, least, most = map(units.size, (way.peak.bytes, way.peak.least, way.peak.most))

@@ -111,6 +111,8 @@ class Added(NamedTuple):
     """To add to those of the question, at their end: the last one of the same name counts."""
     settings: Settings
     """Under the name of the preset that these options give."""
+    values: Mapping[str, str] = {}
+    """Of the options, the settings as `--set` takes them."""
 
 
 def added(question: Question, wanted: Settings) -> Added | None:
@@ -119,6 +121,19 @@ def added(question: Question, wanted: Settings) -> Added | None:
     presets = dict.fromkeys((None, wanted.preset, "standard"))
     found = [one for preset in presets if (one := _added(question, preset, wanted)) is not None]
     return min(found, key=lambda one: len(" ".join(one.options)), default=None)
+
+
+def whole_options(question: Question, wanted: Settings) -> list[str] | None:
+    """All options of a plan for these settings, but for those of the machine. The question names
+    no preset; None if no options give them."""
+    found = _added(question, None, wanted)
+    if found is None:
+        return None
+    words = [] if question.recipe is None else [question.recipe]
+    gpus = str(question.processes) if question.processes > 1 else None
+    for name, text in (("--model", question.model), ("--method", question.method), ("--gpus", gpus)):
+        words += [] if text is None else [name, text]
+    return [*words, *_words(question, None, {**question.values, **found.values})]
 
 
 def _added(question: Question, preset: str | None, wanted: Settings) -> Added | None:
@@ -132,7 +147,7 @@ def _added(question: Question, preset: str | None, wanted: Settings) -> Added | 
             return None
         names = [name for name in differing(settings, wanted) if name != "preset"]
         if not names:
-            return Added(_words(asked, preset, values), settings)
+            return Added(_words(asked, preset, values), settings, values)
         if not all(FIELDS[name].editable for name in names):
             return None
         values |= {name: _NULL if (value := value_of(wanted, name)) is None else given(value) for name in names}
