@@ -354,6 +354,18 @@ def ways(settings: Settings, others: Iterable[Settings], card: Card, quick: Ask,
     return sorted(unbeaten, key=lambda way: (not way.unchanged, not way.nearly, way.pace.rank))[:MOST_WAYS]
 
 
+def confirmed(settings: Settings, found: list[Way], card: Card, quick: Ask, sure: Ask) -> list[Way]:
+    """The ways without those at the beginning that are not safe by `sure`, so that the first one
+    is. One is kept with a smaller batch if that is safe."""
+    for place, way in enumerate(found):
+        tried, need = way.settings, sure(way.settings)
+        if not is_safe(need, card) and can_fit(tried, card, quick):
+            tried, need = largest_safe(tried, card, quick, sure) or (tried, None)
+        if need is not None and is_safe(need, card):
+            return [_way(settings, tried, peak_of(need, card)), *found[place + 1 :]]
+    return []
+
+
 def _way(settings: Settings, tried: Settings, peak: PlannedPeak) -> Way:
     return Way(
         settings=tried,

@@ -59,6 +59,7 @@ from memtop.supervisor.plan import (
     Way,
     bound_of,
     can_fit,
+    confirmed,
     is_safe,
     largest_safe,
     peak_of,
@@ -388,6 +389,7 @@ def _print_one(
     if card.total_bytes is not None:
         possible = filter(host_has_room, others(settings, question, fits, own=own is not None))
         gaining = ways(settings, possible, card, answers.quick, host_suffices=suffices)
+        gaining = confirmed(settings, gaining, card, answers.quick, answers.sure)
     found = [proposed(way, host if own is not None else on_host(way.settings), question, program) for way in gaining]
     needs_another = card.total_bytes is not None and not found and own is None and (best is None or host.is_too_little)
     instead = _instead(question, settings, answers, on_host) if needs_another else None

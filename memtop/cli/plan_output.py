@@ -303,10 +303,11 @@ def _way_text(way: Way, own: TrainerCommand | None) -> str:
     head = way.settings.split_text if own is not None else f"{way.settings.split_text}{separator(', ')}{_named(way)}"
     changes = separator("; ").join(map(tr, way.changes))
     size, least, most = map(units.size, (way.peak.bytes, way.peak.least, way.peak.most))
+    size = f"~{size}" if way.peak.basis == "estimate" else size
     speed = speed_words(way.pace.speed)
     if changes:
-        return tr(f"{head} ({changes}): ~{size}, between {least} and {most}; {same}; {speed}")
-    return tr(f"{head}: ~{size}, between {least} and {most}; {same}; {speed}")
+        return tr(f"{head} ({changes}): {size}, between {least} and {most}; {same}; {speed}")
+    return tr(f"{head}: {size}, between {least} and {most}; {same}; {speed}")
 
 
 def _host_words(host: PlannedHost) -> str:
