@@ -55,6 +55,10 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     peak_phase: Phase
     components: dict[Component, int]
     """What is allocated at the peak; the sum is `allocated`."""
+    numbers: int
+    """Parameters of the model, with adapters if it has any."""
+    trained: int
+    """Of these."""
 
 
 def estimate(settings: Settings, config: Mapping[str, Any], *, generation: int, capacity: int | None = None) -> Estimate:
@@ -180,8 +184,15 @@ class _Run:
         reserved = max(reserved for _, reserved in by_phase.values())
         above = round(_ABOVE * reserved)
         reserved = above if self.capacity is None or reserved > self.capacity else min(above, self.capacity)
+        units = self._places().units
         return Estimate(
-            allocated=sum(components.values()), reserved=reserved, peaks=peaks, peak_phase=top, components=components
+            allocated=sum(components.values()),
+            reserved=reserved,
+            peaks=peaks,
+            peak_phase=top,
+            components=components,
+            numbers=sum(one.numbers for unit in units for one in unit.parameters),
+            trained=sum(unit.count for unit in units),
         )
 
     # --- the model's parts

@@ -287,7 +287,7 @@ def test_each_row_of_all_is_what_its_preset_gives(method: str, capsys: pytest.Ca
         assert [row[name] for name in SHAPE] == [alone["settings"][name] for name in SHAPE], row["preset"]
 
 
-SHAPE = ("preset", "batch", "accumulation", "seq_len")
+SHAPE = ("preset", "batch", "accumulation", "seq_len", "method", "gradient_checkpointing", "zero", "optimizer")
 
 
 @pytest.mark.parametrize(
@@ -311,6 +311,7 @@ def test_the_options_of_a_proposal_give_exactly_its_settings(
         back = document(capsys, *asked, *row["options"])
         assert [back["settings"][name] for name in SHAPE] == [row[name] for name in SHAPE]
         assert (back["gpu"]["peak_bytes"], back["host"]) == (row["peak_bytes"], row["host"]), row["options"]
+        assert (back["settings"]["lora"] or {"r": None})["r"] == row["lora_r"]
         if row["training_unchanged"]:
             same = ("learning_rate", "lora", "warmup_samples", "epochs", "target_samples", "precision")
             assert [back["settings"][name] for name in same] == [found["settings"][name] for name in same]
@@ -376,7 +377,7 @@ def test_more_halvings_and_the_recipes_own_presets_are_tried(capsys: pytest.Capt
     (model / "config.json").write_text(json.dumps(GEMMA))
     words = ("--model", str(model), "--method", "qlora", "--vram", "12", "--host-ram", "64")
     found = document(capsys, *words)
-    assert found["max_safe_batch"] is None
+    assert (found["max_safe_batch"], found["gpu"]["fits"], found["host"]["fits"]) == (None, False, True)
     options = [row["options"] for row in found["alternatives"]]
     assert ["--preset", "qlora-16g-min"] in options, "with its own values"
     assert ["--seq-len", "256"] in options
@@ -384,6 +385,20 @@ def test_more_halvings_and_the_recipes_own_presets_are_tried(capsys: pytest.Capt
     assert 512 in [row["seq_len"] for row in found["alternatives"] if "--preset" not in row["options"]]
     assert {row["band"] for row in found["alternatives"]} == {"safe"}
     assert not any(row["training_unchanged"] for row in found["alternatives"])
+
+
+@pytest.mark.parametrize("method", ["full", "qlora"])
+def test_the_size_of_a_model_is_known_where_the_estimate_knows_its_architecture(
+    method: str, capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    values = {**SMALL, "model_type": "gemma2", "head_dim": 16, "tie_word_embeddings": True}
+    (model / "config.json").write_text(json.dumps(values))
+    adapters = 0
+    for inputs, outputs in ((32, 64), (32, 32), (32, 32), (64, 32), (32, 48), (32, 48), (48, 32)):
+        adapters += 4 * 32 * (inputs + outputs)
+    whole = true_size("gemma2", {"head_dim": 16, "tie_word_embeddings": True})[1]
+    found = document(capsys, "--model", str(model), "--method", method, "--vram", "8")["model"]
+    assert (found["parameters"], found["trained_parameters"]) == (whole, whole if method == "full" else adapters)
 
 
 def test_an_optimizer_in_8_bits_is_proposed_and_not_called_the_same_training(

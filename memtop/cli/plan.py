@@ -397,6 +397,7 @@ def _print_one(
     if as_json:
         parts = {"peak_phase": peak.phase, "components": dict(peak.components), "total_bytes": card.total_bytes}
         gpu = {**peak_row(peak), **parts, "context_measured": card.context_measured}
+        gpu["fits"] = None if card.total_bytes is None else best is not None
         row = document(settings, own, gpu, host, best, found)
         row["measured"] = None if seen is None else measured_row(seen, settings, alone, card)
         row["smallest_peak_bytes"] = None if least is None else least[1].bytes

@@ -55,6 +55,7 @@ class PlannedHost(NamedTuple):
             "total_bytes": self.total,
             "available_bytes": self.available,
             "fraction": self.fraction,
+            "fits": None if self.fraction is None else not self.is_too_little,
             "band": band_of(self.fraction).value,
             "reason": self.reason,
         }

@@ -47,12 +47,15 @@ def document(
     best: Largest | None,
     found: Sequence[Proposal],
 ) -> dict[str, Any]:
-    size, config = model_size(settings), stored_config(settings) or {}
+    config, counted = stored_config(settings) or {}, model_size(settings)
+    size, trained = (None, None) if counted is None else (counted.all, counted.trained)
+    if counted is None and host.foreseen is not None:
+        size, trained = host.foreseen.parameters, host.foreseen.trained
     return {
         "model": {
             "model_type": config.get("model_type"),
-            "parameters": None if size is None else size.all,
-            "trained_parameters": None if size is None else size.trained,
+            "parameters": size,
+            "trained_parameters": trained,
         },
         "settings": _settings_row(settings, own),
         "gpu": gpu,
@@ -153,6 +156,16 @@ def bound_row(bound: Bound, card: Card) -> dict[str, Any]:
     }
 
 
+def _strategy_row(settings: Settings) -> dict[str, Any]:
+    return {
+        "method": settings.method,
+        "lora_r": None if settings.lora is None else settings.lora.r,
+        "gradient_checkpointing": settings.gradient_checkpointing,
+        "zero": msgspec.to_builtins(settings.zero),
+        "optimizer": settings.optimizer,
+    }
+
+
 def _way_row(one: Proposal, own: TrainerCommand | None) -> dict[str, Any]:
     way, settings = one.way, one.way.settings
     return {
@@ -161,6 +174,7 @@ def _way_row(one: Proposal, own: TrainerCommand | None) -> dict[str, Any]:
         "accumulation": settings.accumulation,
         "seq_len": settings.seq_len,
         "effective_batch": settings.effective_batch,
+        **_strategy_row(settings),
         "changes": way.changes,
         "options": one.options,
         "training_unchanged": way.unchanged,
@@ -245,8 +259,9 @@ def instead_row(instead: Instead | None) -> dict[str, Any] | None:
     if instead is None:
         return None
     settings = instead.settings
-    names = ("method", "preset", "batch", "accumulation", "seq_len", "gradient_checkpointing")
+    names = ("preset", "batch", "accumulation", "seq_len")
     return {
+        **_strategy_row(settings),
         **{name: getattr(settings, name) for name in names},
         "options": instead.options,
         **peak_row(instead.peak),
@@ -372,5 +387,6 @@ def _preset_row(one: PresetRow, card: Card) -> dict[str, Any]:
         "speed_class": None if one.pace is None else one.pace.speed,
         "speed_basis": [one.why] if one.pace is None else one.pace.basis,
         "options": ["--preset", one.name],
+        **({} if settings is None else _strategy_row(settings)),
         **row,
     }
