@@ -245,7 +245,7 @@ def instead_text(instead: Instead | None, tried: Sequence[str]) -> Iterator[str]
         yield "instead     take a smaller model"
         return
     after, on_gpu, of_host = instead.settings, units.size(instead.peak.bytes), units.size(instead.host_bytes)
-    options, shape = shlex.join(instead.options), f"{after.split_text}, T {after.seq_len}"
+    options, shape = shlex.join(instead.options), f"{after.split_text}{separator(', ')}T {after.seq_len}"
     if after.method == "qlora":
         yield (
             f"instead     {options} trains adapters on a base in 4 bits, {shape}: "
