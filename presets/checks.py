@@ -338,3 +338,24 @@ def _check_memory_strategy(settings: Settings) -> None:
         raise SettingsError(
             "optimizer", optimizer, "needs its state in host memory: add --set zero.offload_optimizer=true (stages 1-3)"
         )
+
+
+def wrong_value(config: Mapping[str, Any]) -> str | None:
+    """Why no model works with this configuration, as one line; None if that is not known."""
+    # Most commands do without them.
+    from memtop.presets.architectures import shape_of
+    from memtop.presets.states import UnknownMemoryError, WrongValueError
+
+    try:
+        shape = shape_of(config)
+    except WrongValueError as error:
+        return str(error)
+    except UnknownMemoryError:
+        return None
+    places = (config, config.get("rope_parameters"), config.get("rope_scaling"))
+    rotates_part = any(isinstance(place, Mapping) and "partial_rotary_factor" in place for place in places)
+    # Positions rotate pairs of numbers. torch repeats the number of a head of width 1.
+    rotates_all = not (shape.positions or shape.buckets or shape.kind == "phi3" or rotates_part)
+    if rotates_all and shape.width % 2 and shape.width > 1:
+        return f"model.config.head_dim {shape.width}: must be even; without it, it is hidden_size / num_attention_heads"
+    return None

@@ -47,6 +47,18 @@ def _lost_moments(before: Optimizer, after: Optimizer) -> str | None:
     }[kinds[0], kinds[1]]
 
 
+def trains_the_same(before: Settings, after: Settings) -> bool:
+    """Whether every update stays what it was, up to rounding, and the optimizer keeps its moments
+    as exactly."""
+    return training_unchanged(before, after) and _lost_moments(before.optimizer, after.optimizer) is None
+
+
+def only_rounds_moments(before: Settings, after: Settings) -> bool:
+    """Whether training differs by nothing but moments in 8 bits."""
+    rounds = after.optimizer in _EIGHT_BIT and before.optimizer in ("adamw", "cpu_adam")
+    return rounds and training_unchanged(before, after)
+
+
 def _notes(before: Settings, after: Settings) -> Iterator[str]:
     if before.seq_len != after.seq_len:
         yield describe_cut(before, after)

@@ -21,7 +21,7 @@ from memtop.presets.layers import Kernel, Layer
 from memtop.presets.losses import Loss
 from memtop.presets.schema import Settings
 from memtop.presets.sequence import NOWHERE, Passes, Phase, Running, Sequence, Stack, Tensors, stack_of
-from memtop.presets.states import UnknownMemoryError, WrongValueError, numbers_of
+from memtop.presets.states import UnknownMemoryError, numbers_of
 from memtop.presets.updates import Plain, Unit, outside_parameters
 from memtop.presets.zero import Stage1InBf16, Stages1And2
 from memtop.presets.zero3 import Stage3
@@ -55,6 +55,10 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     peak_phase: Phase
     components: dict[Component, int]
     """What is allocated at the peak; the sum is `allocated`."""
+    numbers: int
+    """Parameters of the model, with adapters if it has any."""
+    trained: int
+    """Of these."""
 
 
 def estimate(settings: Settings, config: Mapping[str, Any], *, generation: int, capacity: int | None = None) -> Estimate:
@@ -66,23 +70,6 @@ def estimate(settings: Settings, config: Mapping[str, Any], *, generation: int, 
     there, which decide how many logits exist at one time; None: enough for the most.
     """
     return _Run(settings, shape_of(config), generation, capacity).estimate()
-
-
-def wrong_value(config: Mapping[str, Any]) -> str | None:
-    """Why no model works with this configuration, as one line; None if that is not known."""
-    try:
-        shape = shape_of(config)
-    except WrongValueError as error:
-        return str(error)
-    except UnknownMemoryError:
-        return None
-    places = (config, config.get("rope_parameters"), config.get("rope_scaling"))
-    rotates_part = any(isinstance(place, Mapping) and "partial_rotary_factor" in place for place in places)
-    # Positions rotate pairs of numbers. torch repeats the number of a head of width 1.
-    rotates_all = not (shape.positions or shape.buckets or shape.kind == "phi3" or rotates_part)
-    if rotates_all and shape.width % 2 and shape.width > 1:
-        return f"model.config.head_dim {shape.width}: must be even; without it, it is hidden_size / num_attention_heads"
-    return None
 
 
 _NONE = Tensors([], [])
@@ -186,8 +173,15 @@ class _Run:
         reserved = max(reserved for _, reserved in by_phase.values())
         above = round(_ABOVE * reserved)
         reserved = above if self.capacity is None or reserved > self.capacity else min(above, self.capacity)
+        units = self._places().units
         return Estimate(
-            allocated=sum(components.values()), reserved=reserved, peaks=peaks, peak_phase=top, components=components
+            allocated=sum(components.values()),
+            reserved=reserved,
+            peaks=peaks,
+            peak_phase=top,
+            components=components,
+            numbers=sum(one.numbers for unit in units for one in unit.parameters),
+            trained=sum(unit.count for unit in units),
         )
 
     # --- the model's parts

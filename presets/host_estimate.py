@@ -82,6 +82,10 @@ class HostEstimate(msgspec.Struct, frozen=True, kw_only=True):
     with_files: int
     """The most that is measured: also the pages of the model's file while it is read, which the
     kernel drops if memory is short."""
+    parameters: int
+    """Of the model, without adapters."""
+    trained: int
+    """Of these, or of the adapters."""
 
 
 def host_estimate(settings: Settings, config: Mapping[str, Any], *, on_gpu: bool, available: int | None = None) -> HostEstimate:
@@ -108,9 +112,12 @@ class _Run:
         self.settings = settings
         plain = replace(settings, zero=Zero(), optimizer="adamw", world_size=1)
         # AdamW has two fp32 moments for each trained number.
-        self.trained = self._of(plain).components["optimizer"] // 8
+        adapted = self._of(plain)
+        self.trained = adapted.components["optimizer"] // 8
         whole = replace(plain, method="full", lora=None, precision="fp32")
-        self.all = self._of(whole).components["weights"] // 4
+        full = self._of(whole)
+        self.all = full.components["weights"] // 4
+        self.counts = full.numbers, adapted.trained
 
     def estimate(self, available: int | None) -> HostEstimate:
         settings, processes = self.settings, self.settings.world_size
@@ -136,7 +143,15 @@ class _Run:
             least, most = (peak + processes * (size - _PROGRAM_CUDA) for size in _CUDA_BETWEEN)
         else:
             least, most = (round(peak * part) for part in _SURE)
-        return HostEstimate(peak=peak, least=least, most=most, components=components, with_files=with_files)
+        return HostEstimate(
+            peak=peak,
+            least=least,
+            most=most,
+            components=components,
+            with_files=with_files,
+            parameters=self.counts[0],
+            trained=self.counts[1],
+        )
 
     # --- the parts
 

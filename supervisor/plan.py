@@ -14,10 +14,9 @@ from msgspec.structs import replace
 
 from memtop.presets import Settings
 from memtop.presets.choosing import COMMUNICATION_BYTES, CONTEXT_BYTES
-from memtop.presets.comparison import Pace, other_changes, pace
+from memtop.presets.comparison import Pace, only_rounds_moments, other_changes, pace, trains_the_same
 from memtop.presets.decoding import decoder_of
 from memtop.presets.estimate import estimate
-from memtop.presets.fields import training_unchanged
 from memtop.presets.measured import GpuKind
 from memtop.presets.parameters import least_size, stored_config
 from memtop.presets.states import UnknownMemoryError, least_bytes
@@ -151,6 +150,8 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     changes: list[str]
     unchanged: bool
     """The training's result is the same."""
+    nearly: bool
+    """It differs only by moments in 8 bits."""
     pace: Pace
     """Compared with the settings that were asked for."""
 
@@ -170,7 +171,7 @@ def estimated(settings: Settings, card: Card, config: Mapping[str, Any] | None =
     room = card.torch_bytes
     # The same question is asked again and again, while other programs take a little more or less.
     capacity = None if room is None else max(1, room - room % _CAPACITY_STEP)
-    question = _Question(settings=settings, config=dict(config), generation=card.generation, capacity=capacity)
+    question = _Question(settings=_on_gpu(settings), config=dict(config), generation=card.generation, capacity=capacity)
     return _estimated(msgspec.json.encode(question))
 
 
@@ -190,6 +191,14 @@ def bound_of(settings: Settings, card: Card) -> Bound | str:
 
 
 _CAPACITY_STEP = 64 << 20
+
+
+def _on_gpu(settings: Settings) -> Settings:
+    """The settings without what shapes no GPU memory, so that presets that differ in nothing else
+    are one question. How large A is makes no difference."""
+    accumulation = settings.accumulation if settings.rank_splits else min(2, settings.accumulation)
+    same: dict[str, Any] = {"recipe": "", "preset": "", "workers": 0, "pin_memory": None, "host_level": "standard"}
+    return replace(settings, accumulation=accumulation, **same)
 
 
 class _Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,6 +261,19 @@ def with_split(settings: Settings, batch: int, accumulation: int) -> Settings:
     return replace(settings, batch=batch, accumulation=accumulation, rank_splits=())
 
 
+SHORTEST = 128
+"""Tokens: no shorter sample is proposed."""
+
+
+def halvings(length: int) -> list[int]:
+    """The half of a sample's length, its quarter, and so on: down to `SHORTEST`, but at least the
+    half."""
+    found = [length // 2] if length > 1 else []
+    while found and found[-1] // 2 >= SHORTEST:
+        found.append(found[-1] // 2)
+    return found
+
+
 def largest_safe(settings: Settings, card: Card, quick: Ask, sure: Ask) -> tuple[Settings, Need] | None:
     """The settings with the largest B that is safe and keeps the effective batch.
 
@@ -276,6 +298,13 @@ def largest_safe(settings: Settings, card: Card, quick: Ask, sure: Ask) -> tuple
     return None
 
 
+def can_fit(settings: Settings, card: Card, quick: Ask) -> bool:
+    """Whether a batch that keeps the effective batch is foreseen to be safe: the largest one, with
+    which no gradients stay, or the smallest one."""
+    splits = splits_of(settings)
+    return any(is_safe(quick(with_split(settings, *split)), card) for split in {splits[0], splits[-1]})
+
+
 def smallest(settings: Settings, card: Card, quick: Ask) -> tuple[Settings, PlannedPeak] | None:
     """The split of the same effective batch that needs the least; None if that is not known. With
     A > 1 gradients stay, so a smaller micro-batch may need more."""
@@ -291,9 +320,9 @@ def smallest(settings: Settings, card: Card, quick: Ask) -> tuple[Settings, Plan
 def ways(settings: Settings, others: Iterable[Settings], card: Card, quick: Ask, *, host_suffices: bool = True) -> list[Way]:
     """Other settings that are safe, each with the largest B that is: those that need less memory
     than the present ones, or allow a larger B (but none that is slower, if the present ones are
-    safe), and none that another one beats. Training unchanged comes first, then the faster ones,
-    then the order of `others`. `host_suffices`: for the present settings; if not, all that are safe
-    gain something."""
+    safe), and none that another one beats. Training unchanged comes first, then what only has
+    moments in 8 bits, then the faster ones, then the order of `others`. `host_suffices`: for the
+    present settings; if not, all that are safe gain something."""
     own = largest_safe(settings, card, quick, quick) if host_suffices else None
     asked = quick(settings) if host_suffices else None
     least = None if own is None else own[1].reserved
@@ -317,22 +346,44 @@ def ways(settings: Settings, others: Iterable[Settings], card: Card, quick: Ask,
                 need = less
         if tried in [way.settings for way in found]:
             continue
-        speed = pace(settings, tried)
-        changes, same = other_changes(settings, tried), training_unchanged(settings, tried)
-        found.append(Way(settings=tried, peak=peak_of(need, card), changes=changes, unchanged=same, pace=speed))
+        found.append(_way(settings, tried, peak_of(need, card)))
     unbeaten: list[Way] = []
     for way in found:
         if not any(_is_as_good(one, way) for one in unbeaten):
             unbeaten = [*(one for one in unbeaten if not _is_as_good(way, one)), way]
-    return sorted(unbeaten, key=lambda way: (not way.unchanged, way.pace.rank))[:MOST_WAYS]
+    return sorted(unbeaten, key=lambda way: (not way.unchanged, not way.nearly, way.pace.rank))[:MOST_WAYS]
+
+
+def confirmed(settings: Settings, found: list[Way], card: Card, quick: Ask, sure: Ask) -> list[Way]:
+    """The ways without those at the beginning that are not safe by `sure`, so that the first one
+    is. One is kept with a smaller batch if that is safe."""
+    for place, way in enumerate(found):
+        tried, need = way.settings, sure(way.settings)
+        if not is_safe(need, card) and can_fit(tried, card, quick):
+            tried, need = largest_safe(tried, card, quick, sure) or (tried, None)
+        if need is not None and is_safe(need, card):
+            return [_way(settings, tried, peak_of(need, card)), *found[place + 1 :]]
+    return []
+
+
+def _way(settings: Settings, tried: Settings, peak: PlannedPeak) -> Way:
+    return Way(
+        settings=tried,
+        peak=peak,
+        changes=other_changes(settings, tried),
+        unchanged=trains_the_same(settings, tried),
+        nearly=only_rounds_moments(settings, tried),
+        pace=pace(settings, tried),
+    )
 
 
 def _is_as_good(one: Way, other: Way) -> bool:
     """Whether the one is as good as the other in all that counts. A speed that is not known is
-    compared only with another one."""
+    compared only with another one, and of two that change training each may be the better one."""
     mine, its = one.settings, other.settings
     return (
-        one.peak.bytes <= other.peak.bytes
+        (one.unchanged or trains_the_same(mine, its))
+        and one.peak.bytes <= other.peak.bytes
         and mine.batch >= its.batch
         and one.unchanged >= other.unchanged
         and (one.pace.speed is None) == (other.pace.speed is None)

@@ -17,6 +17,7 @@ from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.plan import (
     Card,
     Need,
+    confirmed,
     estimated,
     is_safe,
     largest_safe,
@@ -149,6 +150,25 @@ def test_if_the_host_has_too_little_memory_each_safe_way_gains_something() -> No
     without = replace(settings, zero=Zero(), learning_rate=1e-4)
     assert ways(settings, [without], CARD, linear) == []
     assert [way.settings for way in ways(settings, [without], CARD, linear, host_suffices=False)] == [without]
+
+
+def test_the_first_way_is_safe_by_the_better_answer() -> None:
+    settings = first_run(batch=16, accumulation=1)
+    checkpointed, shorter = replace(settings, gradient_checkpointing=True), replace(settings, seq_len=64)
+
+    def quick(tried: Settings) -> Need:
+        return replace(linear(tried), reserved=linear(tried).reserved * tried.seq_len // 256)
+
+    def better(tried: Settings) -> Need:
+        return replace(linear(tried), reserved=quick(tried).reserved * 11 // 5 if tried.seq_len < 128 else 880 * MIB)
+
+    found = ways(settings, [checkpointed, shorter], CARD, quick)
+    assert [(way.settings.seq_len, way.settings.batch) for way in found] == [(128, 16), (64, 16)]
+    # With checkpointing no batch is safe; of shorter samples only a smaller one.
+    first = confirmed(settings, found, CARD, quick, better)[0]
+    assert (first.settings.seq_len, first.settings.batch, first.settings.accumulation) == (64, 8, 2)
+    assert (first.peak.basis, first.peak.band) == ("dry run", Band.SAFE)
+    assert confirmed(settings, found, CARD, quick, quick) == found
 
 
 def test_a_way_that_needs_more_than_what_is_safe_already_is_none() -> None:

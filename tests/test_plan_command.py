@@ -217,9 +217,9 @@ def test_alternatives_are_not_called_calibrated_where_the_dry_run_scales_them(
     assert found["alternatives"]
     for way in found["alternatives"]:
         assert way["calibrated"] is None
-        inside = way["peak_bytes"] - 300 * MIB
-        assert way["least_bytes"] == pytest.approx(SURE["estimate"][0] * inside + 300 * MIB, rel=1e-3)
-        assert way["most_bytes"] == pytest.approx(SURE["estimate"][1] * inside + 300 * MIB, rel=1e-3)
+        inside, sure = way["peak_bytes"] - 300 * MIB, SURE[way["basis"]]
+        assert way["least_bytes"] == pytest.approx(sure[0] * inside + 300 * MIB, rel=1e-3)
+        assert way["most_bytes"] == pytest.approx(sure[1] * inside + 300 * MIB, rel=1e-3)
     # The dry run decides; a measurement with another batch has scaled the estimate once, not twice.
     same = {(way["preset"], way["batch"], way["seq_len"]): way for way in before["alternatives"]}
     for way in found["alternatives"]:
@@ -560,7 +560,17 @@ def test_alternatives_say_how_fast_they_are(capsys: pytest.CaptureFixture[str]) 
     assert run(["plan", "pretrain-causal", "--preset", "standard", "--vram", "1.5"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("or  ")]
     assert any(line.endswith("; training is unchanged; slower") for line in rows), rows
-    assert all(re.search(r": ~[\d.]+ [MG]iB, between [\d.]+ [MG]iB and [\d.]+ [MG]iB; ", line) for line in rows), rows
+    assert all(re.search(r": ~?[\d.]+ [MG]iB, between [\d.]+ [MG]iB and [\d.]+ [MG]iB; ", line) for line in rows), rows
+
+
+@pytest.mark.parametrize("words", [("pretrain-causal", "--vram", "1.5"), ("first-run", "--vram", "0.8", "--batch", "32")])
+def test_the_first_proposal_is_what_a_dry_run_foresees(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, *words)
+    first = found["alternatives"][0]
+    assert (first["basis"], first["band"]) == ("dry run", "safe")
+    back = document(capsys, *words, *first["options"])
+    assert back["gpu"]["peak_bytes"] == first["peak_bytes"]
+    assert {row["basis"] for row in found["alternatives"][1:]} <= {"estimate"}, "no more dry runs than that"
 
 
 def test_in_chinese_no_comma_and_no_bracket_is_of_half_width(

@@ -12,7 +12,7 @@ from typing import Any
 from memtop.cli.configuration import configured
 from memtop.cli.installing import install, install_extra
 from memtop.cli.output import print_message
-from memtop.presets.checks import DECODERS, TABLES, did_you_mean
+from memtop.presets.checks import DECODERS, TABLES, did_you_mean, wrong_value
 from memtop.presets.parameters import stored_config
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import UsageError
@@ -83,8 +83,6 @@ def refuse_missing_trackers(python: Interpreter, names: Sequence[str]) -> None:
 def refuse_wrong_model(python: Interpreter | None, settings: Settings) -> None:
     """UsageError if no model works with the model's configuration, or if the transformers of this
     interpreter refuses it."""
-    from memtop.presets.estimate import wrong_value  # most commands do without it
-
     config = stored_config(settings) or {}
     wrong = wrong_value(config)
     is_new, by_itself = "config" in settings.model, "model_type" in config and "auto_map" not in config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,6 @@ import msgspec
 from msgspec.structs import replace
 
 from memtop.cli import completion
-from memtop.cli.configuration import configured
 from memtop.cli.interpreters import refuse_wrong_model, search
 from memtop.cli.options import GIB, PLANNED_BATCH, WHOLE, assignments_of, json_option, set_option
 from memtop.cli.output import print_json, print_lines, print_message
@@ -23,6 +22,8 @@ from memtop.cli.plan_output import (
     bound_text,
     document,
     heading,
+    instead_row,
+    instead_text,
     measured_row,
     measured_text,
     of_model,
@@ -32,15 +33,24 @@ from memtop.cli.plan_output import (
     print_all,
     train_command,
 )
+from memtop.cli.plan_proposals import (
+    Instead,
+    OwnProgram,
+    largest,
+    of_named_preset,
+    other_methods,
+    others,
+    proposed,
+    tried_in_vain,
+)
+from memtop.cli.plan_question import METHODS, Question, settings_of, whole_options
 from memtop.cli.wrapping import for_terminal
-from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets
+from memtop.presets import Settings, load_presets
 from memtop.presets.checks import longer_than_known
-from memtop.presets.comparison import outlook
-from memtop.presets.edits import find_preset
+from memtop.presets.comparison import pace
 from memtop.presets.files import usable
 from memtop.presets.measured import Measured, learned
 from memtop.presets.parameters import stored_config, unreadable_model
-from memtop.presets.schema import Zero
 from memtop.supervisor import units
 from memtop.supervisor.dry_runs import DryRuns, Foreseen, NotForeseenError
 from memtop.supervisor.errors import UsageError
@@ -53,20 +63,20 @@ from memtop.supervisor.plan import (
     Need,
     Way,
     bound_of,
+    can_fit,
+    confirmed,
     is_safe,
     largest_safe,
     peak_of,
     smallest,
     ways,
 )
-from memtop.supervisor.profile.trainer_command import TrainerCommand, trainer_command
+from memtop.supervisor.profile.trainer_command import trainer_command
 from memtop.supervisor.recovery.forecast import Estimates
-from memtop.supervisor.wire import Change
 
 if TYPE_CHECKING:
     from memtop.supervisor.monitor.values import MachineSnapshot
 
-_BY_METHOD = {"full": "pretrain-causal", "lora": "sft-lora", "qlora": "sft-qlora"}
 _GIB = 1 << 30
 
 
@@ -75,7 +85,7 @@ _GIB = 1 << 30
 @click.option("--model", metavar="NAME|PATH", help="a folder, a config.json or a hub name, in place of the recipe's model")
 @click.option(
     "--method",
-    type=click.Choice(tuple(_BY_METHOD)),
+    type=click.Choice(tuple(METHODS)),
     help="train all weights, adapters, or adapters on a base in 4 bits [as the recipe]",
 )
 @click.option("--preset", metavar="NAME", help="the memory strategy [the recipe's]", shell_complete=completion.presets)
@@ -119,7 +129,8 @@ def plan(
 
     machine = sample()
     values = assignments_of(assignments, batch=batch, accumulation=accum, seq_len=seq_len)
-    own = None
+    by_set = frozenset(text.partition("=")[0] for text in assignments)
+    own, typed = None, None
     if program:
         refused = {
             "RECIPE": recipe,
@@ -131,13 +142,16 @@ def plan(
         for name, given in refused.items():
             if given is not None:
                 raise UsageError(f"{name} with -- COMMAND: leave it out; the command says what it trains")
-        own = trainer_command(program, str(Path.cwd()), model=model, batch=batch, seq_len=seq_len, processes=gpus)
+        given_too: dict[str, Any] = {"model": model, "batch": batch, "seq_len": seq_len, "processes": gpus}
+        own = trainer_command(program, str(Path.cwd()), **given_too)
+        typed = OwnProgram(program, own, given_too, values)
         model, method, preset, gpus, values = own.model, own.method, "standard", own.processes, own.values | values
     card = _card(machine, vram, gpus or 1)
     if values.get("device") == "cpu" and card.total_bytes is not None:
         raise UsageError("device cpu: this plan is for a GPU, and a training on the CPU takes no GPU memory; leave it out")
     python = search().found
-    settings, is_chosen = _settings(recipe, model, method, preset, values, gpus or 1, card, python)
+    question = Question(recipe, model, method, preset, values, by_set, gpus or 1, card, python)
+    settings, is_chosen = settings_of(question)
     settings = replace(settings, ddp=own is not None and own.ddp)
     config = stored_config(settings) or {}
     if (unread := unreadable_model(settings)) is not None:
@@ -150,9 +164,9 @@ def plan(
     assumed += of_model(settings, config, "" if python is None else python.proof.packages.get("transformers", ""))
     try:
         if every:
-            rows = [_of_preset(settings, one, answers) for one in usable(load_presets(), settings.recipe).values()]
+            rows = [_of_preset(question, settings, name, answers) for name in usable(load_presets(), settings.recipe)]
             on_gpu = card.total_bytes is not None
-            hosts = [planned_host(look.kept, machine.host, host_ram, on_gpu=on_gpu) for look, _, _ in rows]
+            hosts = [planned_host(row.settings, machine.host, host_ram, on_gpu=on_gpu) for row in rows]
             print_all(rows, hosts, card, as_json=as_json)
             if not as_json:
                 asked = f"{settings.split_text}, T {settings.seq_len}"
@@ -160,11 +174,13 @@ def plan(
             return 0
         path = None if model is None or own is not None else str(settings.model["path"])
         begins = path and train_command(settings.recipe, path, preset, values, settings.world_size)
-        _print_one(settings, own, values, begins, assumed, card, answers, host_ram, machine, as_json=as_json)
+        _print_one(settings, typed, question, begins, assumed, card, answers, host_ram, machine, as_json=as_json)
         if is_chosen and card.total_bytes is not None:
             # Without the estimated peaks by which it was chosen: a dry run foresees others.
             name, free = settings.preset, units.size(card.total_bytes - card.others_bytes)
             print_message(f"memtop: preset {name} is chosen for {free} of free GPU memory; --preset NAME chooses another")
+            if differs := of_named_preset(question, settings):
+                print_message(f"memtop: --preset {settings.preset} would give other settings: {differs}")
         if (longer := longer_than_known(settings)) is not None:
             print_message(f"memtop: {longer}")
     finally:
@@ -181,69 +197,6 @@ def _card(machine: MachineSnapshot, vram: float | None, processes: int) -> Card:
     if vram is not None:
         return Card(total_bytes=round(vram * _GIB), generation=GENERATION if gpu is None else Card.of(gpu).generation)
     return Card(total_bytes=None, generation=GENERATION) if gpu is None else Card.of(gpu)
-
-
-def _settings(
-    recipe: str | None,
-    model: str | None,
-    method: str | None,
-    preset: str | None,
-    values: dict[str, str],
-    processes: int,
-    card: Card,
-    python: Interpreter | None,
-) -> tuple[Settings, bool]:
-    """What `memtop train` would begin with, and whether it chooses the preset; UsageError names the
-    option that is wrong."""
-    # They import what a plan does not need otherwise.
-    from memtop.cli.gpus import Place
-    from memtop.cli.recipes import edited_recipe, own_preset, placed_model, recipe_named
-
-    place = None if model is None else _place_of(model)
-    name = recipe or _recipe_for(place, method)
-    gpus = [str(number) for number in range(processes)]
-    try:
-        base = recipe_named(name)
-        if method is not None and method != base.method:
-            raise UsageError(f"--method {method}: recipe {base.name} is for method {base.method}; leave out RECIPE")
-        if place is not None:
-            base = replace(base, model=placed_model(place))
-        wanted = preset or configured("preset").value
-        edits = Change(assignments=values)
-        if wanted is not None:
-            chosen: Preset = find_preset(wanted, base.name)
-            whole, reason = chosen.meant_for(base.name), None
-        else:
-            there = Place()
-            if card.total_bytes is not None:
-                there = Place(free_bytes=card.total_bytes - card.others_bytes, card=card)
-            (chosen, reason), whole = own_preset(base, edits, gpus, there, "" if python is None else python.path), False
-        settings = edited_recipe(base, chosen, whole, edits, gpus)
-        return replace(settings, model=placed_model(settings.model), device="cuda"), reason is not None
-    except (SettingsError, PresetFileError) as error:
-        raise UsageError(str(error)) from None
-
-
-def _place_of(model: str) -> dict[str, Any]:
-    """The `model` of the settings; UsageError for a file that is no config.json."""
-    path = Path(model).expanduser()
-    if not path.is_file():
-        return {"path": model}
-    if path.name != "config.json":
-        raise UsageError(f"--model {model}: is a file; give a folder with a config.json, that file, or a hub name")
-    return {"path": str(path.absolute().parent)}
-
-
-def _recipe_for(model: dict[str, Any] | None, method: str | None) -> str:
-    """The recipe for a model and a method that were given without one."""
-    if model is None and method is None:
-        return "first-run"
-    kind = None if model is None else (stored_config(_with_model(model)) or {}).get("model_type")
-    return "pretrain-t5" if kind == "t5" and method in (None, "full") else _BY_METHOD[method or "full"]
-
-
-def _with_model(model: dict[str, Any]) -> Settings:
-    return Settings(recipe="", preset="", batch=1, accumulation=1, seq_len=1, save_every=1, learning_rate=1e-4, model=model)
 
 
 class _Answers:
@@ -367,8 +320,8 @@ _WITH_VRAM = "no GPU is here: with --vram GIB, which says how large yours is, a 
 
 def _print_one(
     settings: Settings,
-    own: TrainerCommand | None,
-    values: dict[str, str],
+    program: OwnProgram | None,
+    question: Question,
     begins: str | None,
     assumed: list[str],
     card: Card,
@@ -378,9 +331,19 @@ def _print_one(
     *,
     as_json: bool,
 ) -> None:
+    own = None if program is None else program.read
+
+    hosts: dict[bytes, PlannedHost] = {}
 
     def on_host(settings: Settings) -> PlannedHost:
-        return planned_host(settings, machine.host, host_ram, on_gpu=card.total_bytes is not None)
+        if card.total_bytes is None:
+            return planned_host(settings, machine.host, host_ram, on_gpu=False)
+        # Of a run on a GPU, the shape of a micro-batch is not in host memory.
+        shape: dict[str, Any] = {"preset": "", "batch": 1, "accumulation": min(2, settings.accumulation), "seq_len": 1}
+        key = msgspec.json.encode(replace(settings, **shape, gradient_checkpointing=False))
+        if key not in hosts:
+            hosts[key] = planned_host(settings, machine.host, host_ram, on_gpu=True)
+        return hosts[key]
 
     host = on_host(settings)
     if own is not None:
@@ -395,8 +358,8 @@ def _print_one(
             raise UsageError(f"{why}; {_WITH_VRAM}" if answers.lacks_size else why)
         if as_json:
             gpu = {**bound_row(bound, card), "peak_phase": None, "total_bytes": card.total_bytes, "reason": answers.problem}
-            row = document(settings, own, gpu, host, None, []) | {"measured": None, "smallest_peak_bytes": None}
-            print_json(row | {"assumed": assumed})
+            unknown: dict[str, Any] = {"measured": None, "smallest_peak_bytes": None, "tried": [], "instead": None}
+            print_json(document(settings, own, gpu, host, None, []) | unknown | {"assumed": assumed})
             return
         print_lines(*heading(settings, own, assumed), *bound_text(bound, card))
         print_lines(*host_text(host, on_gpu=card.total_bytes is not None))
@@ -405,30 +368,43 @@ def _print_one(
             print_message(f"memtop: {_WITH_VRAM}")
         return
     peak, seen, alone = peak_of(need, card), answers.measured(settings), answers.alone(settings) or need
-    best = largest_safe(settings, card, answers.quick, answers.sure)
+    fitting = largest_safe(settings, card, answers.quick, answers.sure)
+    best = None if fitting is None else largest(*fitting, question, program)
     least = smallest(settings, card, answers.quick) if best is None else None
-    others: list[Way] = []
+    gaining: list[Way] = []
     suffices = band_of(host.fraction) is not Band.DANGER
+
+    def host_has_room(tried: Settings) -> bool:
+        found = host if own is not None else on_host(tried)
+        return not found.is_too_little and (suffices or band_of(found.fraction) is not Band.DANGER)
+
+    def fits(tried: Settings) -> bool:
+        # Without an estimate each answer would be a dry run.
+        return answers.rough(tried) is None or (can_fit(tried, card, answers.quick) and host_has_room(tried))
+
     if card.total_bytes is not None:
-        others = ways(settings, _others(settings, own), card, answers.quick, host_suffices=suffices)
-    hosts = (host if own is not None else on_host(way.settings) for way in others)
-    found = [(way, of_host) for way, of_host in zip(others, hosts, strict=True) if not of_host.is_too_little]
-    if not suffices:
-        found = [(way, of_host) for way, of_host in found if band_of(of_host.fraction) is not Band.DANGER]
+        possible = filter(host_has_room, others(settings, question, fits, own=own is not None))
+        gaining = ways(settings, possible, card, answers.quick, host_suffices=suffices)
+        gaining = confirmed(settings, gaining, card, answers.quick, answers.sure)
+    found = [proposed(way, host if own is not None else on_host(way.settings), question, program) for way in gaining]
+    needs_another = card.total_bytes is not None and not found and own is None and (best is None or host.is_too_little)
+    instead = _instead(question, settings, answers, on_host) if needs_another else None
+    tried = tried_in_vain(settings, estimated=answers.rough(settings) is not None) if needs_another else []
     if as_json:
         parts = {"peak_phase": peak.phase, "components": dict(peak.components), "total_bytes": card.total_bytes}
         gpu = {**peak_row(peak), **parts, "context_measured": card.context_measured}
-        row = document(settings, own, gpu, host, None if best is None else best[0].batch, found)
+        gpu["fits"] = None if card.total_bytes is None else best is not None
+        row = document(settings, own, gpu, host, best, found)
         row["measured"] = None if seen is None else measured_row(seen, settings, alone, card)
         row["smallest_peak_bytes"] = None if least is None else least[1].bytes
-        print_json(row | {"assumed": assumed})
+        print_json(row | {"assumed": assumed, "tried": tried, "instead": instead_row(instead)})
         return
     print_lines(
         *plan_text(settings, own, assumed, peak, card, best, least, found, measured_text(seen, settings, alone, card)),
         *host_text(host, on_gpu=card.total_bytes is not None),
     )
-    if card.total_bytes is not None and not found and own is None and (best is None or host.is_too_little):
-        print_lines(*for_terminal([_instead(settings, values, card, answers, on_host)]))
+    if needs_another:
+        print_lines(*instead_text(instead, tried))
     elif begins is not None and peak.band is not Band.DANGER and suffices:
         print_lines(*for_terminal([f"train       {begins}"]))
     if answers.learned.problem is not None:
@@ -442,59 +418,34 @@ def _print_one(
 
 
 def _instead(
-    settings: Settings, values: dict[str, str], card: Card, answers: _Answers, on_host: Callable[[Settings], PlannedHost]
-) -> str:
-    """What to do where no known settings of the method fit: another method, by its estimate."""
-    model, methods = settings.model.get("path"), list(_BY_METHOD)
-    for method in methods[methods.index(settings.method) + 1 :] if model and settings.task != "seq2seq" else ():
+    question: Question, asked: Settings, answers: _Answers, on_host: Callable[[Settings], PlannedHost]
+) -> Instead | None:
+    """Another method that fits GPU and host; None: none does, or none is known to."""
+    card = answers.card
+    for other in other_methods(question, asked):
         try:
-            other, _ = _settings(None, model, method, None, values, settings.world_size, card, None)
+            settings, _ = settings_of(other)
         except UsageError:
             continue  # a value of the user's does not go with it
-        need = answers.rough(other)
+        if not can_fit(settings, card, answers.rough):
+            continue
+        need = answers.sure(settings)
         if not is_safe(need, card):
-            other, need = largest_safe(other, card, answers.rough, answers.rough) or (other, None)
-        host = on_host(other)
-        if need is not None and host.foreseen is not None and band_of(host.fraction) is not Band.DANGER:
-            on_gpu, of_host = units.size(peak_of(need, card).bytes), units.size(host.foreseen.peak)
-            split = {"batch": str(other.batch), "accumulation": str(other.accumulation)}
-            command = train_command(other.recipe, str(model), None, values | split, settings.world_size)
-            if method == "qlora":
-                return (
-                    "instead     memtop knows no other settings of this method that fit this GPU and host; "
-                    f"`{command}` trains adapters on a base in 4 bits, {other.split_text}, T {other.seq_len}: "
-                    f"~{on_gpu} of GPU memory, ~{of_host} of host memory"
-                )
-            return (
-                "instead     memtop knows no other settings of this method that fit this GPU and host; "
-                f"`{command}` trains adapters, {other.split_text}, T {other.seq_len}: "
-                f"~{on_gpu} of GPU memory, ~{of_host} of host memory"
-            )
-    return "instead     memtop knows no other settings of this method that fit this GPU and host; take a smaller model"
+            settings, need = largest_safe(settings, card, answers.quick, answers.sure) or (settings, None)
+        host, options = on_host(settings), whole_options(other, settings)
+        if need is not None and options is not None and host.foreseen is not None and band_of(host.fraction) is not Band.DANGER:
+            return Instead(settings, peak_of(need, card), host.foreseen.peak, options)
+    return None
 
 
-def _others(settings: Settings, own: TrainerCommand | None) -> Iterator[Settings]:
-    """Settings that need less memory, or work faster, than these."""
-    if not settings.gradient_checkpointing:
-        yield replace(settings, gradient_checkpointing=True)
-    # Presets are for recipes.
-    for preset in usable(load_presets(), settings.recipe).values() if own is None else ():
-        look = outlook(settings, preset)
-        if look.switch != "refused":
-            yield look.kept
-    if settings.seq_len > 1:
-        yield replace(settings, seq_len=settings.seq_len // 2)
-    if settings.method == "lora":
-        # ZeRO-3 cannot shard a base in 4 bits.
-        yield replace(settings, method="qlora", preset="standard", zero=Zero())
-
-
-def _of_preset(settings: Settings, preset: Preset, answers: _Answers) -> PresetRow:
-    look = outlook(settings, preset)
-    if look.switch == "refused":
-        return look, None, look.reason
+def _of_preset(question: Question, settings: Settings, name: str, answers: _Answers) -> PresetRow:
+    """What `--preset NAME` gives in place of the present settings."""
+    try:
+        after, _ = settings_of(question._replace(preset=name))
+    except UsageError as error:
+        return PresetRow(name, None, None, str(error))
     if sys.stderr.isatty():
-        print_message(f"memtop: foreseeing preset {preset.name}")
-    need: Need | Bound | str | None = answers.sure(look.kept)
-    need = answers.bound(look.kept) if need is None else need
-    return look, None if isinstance(need, str) else need, answers.problem or ""
+        print_message(f"memtop: foreseeing preset {name}")
+    need: Need | Bound | str | None = answers.sure(after)
+    need = answers.bound(after) if need is None else need
+    return PresetRow(name, after, None if isinstance(need, str) else need, answers.problem or "", pace(settings, after))

@@ -55,17 +55,21 @@ class PlannedHost(NamedTuple):
             "total_bytes": self.total,
             "available_bytes": self.available,
             "fraction": self.fraction,
+            "fits": None if self.fraction is None else not self.is_too_little,
             "band": band_of(self.fraction).value,
             "reason": self.reason,
         }
 
 
-def planned_host(settings: Settings, host: HostSample, host_ram: float | None, *, on_gpu: bool) -> PlannedHost:
-    """`host_ram`: GiB of another machine, of which nothing is taken; None: this one."""
+def planned_host(settings: Settings | None, host: HostSample, host_ram: float | None, *, on_gpu: bool) -> PlannedHost:
+    """`settings`: None if they are refused. `host_ram`: GiB of another machine, of which nothing is
+    taken; None: this one."""
     if host_ram is None:
         total, available = host.limit_bytes or host.total_bytes, host.available_bytes
     else:
         total = available = round(host_ram * _GIB)
+    if settings is None:
+        return PlannedHost(None, "the settings are refused", total, available)
     config = stored_config(settings)
     if config is None:
         return PlannedHost(None, "the configuration of the model is not known before it is downloaded", total, available)

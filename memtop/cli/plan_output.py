@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from shlex import quote
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.cells import cell_len
 
 from memtop.cli.output import print_json, print_lines, row
 from memtop.cli.plan_host import PlannedHost, share_text
+from memtop.cli.plan_proposals import Instead, Largest, Proposal
 from memtop.cli.wrapping import for_terminal, wraps_on_terminal
 from memtop.presets import Settings
 from memtop.presets.architectures import DEFAULTS, OTHER_NAMES
 from memtop.presets.checks import without_adapters
-from memtop.presets.comparison import Outlook, speed_words
+from memtop.presets.comparison import Pace, speed_words
 from memtop.presets.fields import OPTIONS
 from memtop.presets.measured import Measured
 from memtop.presets.parameters import model_size, stored_config
@@ -26,12 +27,18 @@ from memtop.supervisor.monitor.values import Band, band_of, mark
 from memtop.supervisor.plan import Bound, Card, Need, PlannedPeak, Way, peak_of
 from memtop.supervisor.profile.trainer_command import TrainerCommand
 
-PresetRow = tuple[Outlook, Need | Bound | None, str]
-"""What a preset would do, what it needs, and why that is not known."""
 
+class PresetRow(NamedTuple):
+    """What `--preset NAME` would give."""
 
-Ways = Sequence[tuple[Way, PlannedHost]]
-"""Other settings, and what they need of the host's memory."""
+    name: str
+    settings: Settings | None
+    """None: they are refused."""
+    need: Need | Bound | None
+    why: str
+    """Why it is refused, or what it needs is not known; else empty."""
+    pace: Pace | None = None
+    """Compared with the settings that were asked for; None: they are refused."""
 
 
 def document(
@@ -39,23 +46,28 @@ def document(
     own: TrainerCommand | None,
     gpu: dict[str, Any],
     host: PlannedHost,
-    best: int | None,
-    found: Ways,
+    best: Largest | None,
+    found: Sequence[Proposal],
 ) -> dict[str, Any]:
-    size, config = model_size(settings), stored_config(settings) or {}
+    config, counted = stored_config(settings) or {}, model_size(settings)
+    size, trained = (None, None) if counted is None else (counted.all, counted.trained)
+    if counted is None and host.foreseen is not None:
+        size, trained = host.foreseen.parameters, host.foreseen.trained
     return {
         "model": {
             "model_type": config.get("model_type"),
-            "parameters": None if size is None else size.all,
-            "trained_parameters": None if size is None else size.trained,
+            "parameters": size,
+            "trained_parameters": trained,
         },
         "settings": _settings_row(settings, own),
         "gpu": gpu,
         "host": host.row,
         "effective_batch": settings.effective_batch,
         "tokens_per_update": settings.tokens_per_update,
-        "max_safe_batch": best,
-        "alternatives": [_way_row(*one, own) for one in found],
+        "max_safe_batch": None if best is None else best.settings.batch,
+        "max_safe_accumulation": None if best is None else best.settings.accumulation,
+        "max_safe_options": None if best is None else best.options,
+        "alternatives": [_way_row(one, own) for one in found],
     }
 
 
@@ -177,20 +189,32 @@ def bound_row(bound: Bound, card: Card) -> dict[str, Any]:
     }
 
 
-def _way_row(way: Way, host: PlannedHost, own: TrainerCommand | None) -> dict[str, Any]:
-    settings = way.settings
+def _strategy_row(settings: Settings) -> dict[str, Any]:
+    return {
+        "method": settings.method,
+        "lora_r": None if settings.lora is None else settings.lora.r,
+        "gradient_checkpointing": settings.gradient_checkpointing,
+        "zero": msgspec.to_builtins(settings.zero),
+        "optimizer": settings.optimizer,
+    }
+
+
+def _way_row(one: Proposal, own: TrainerCommand | None) -> dict[str, Any]:
+    way, settings = one.way, one.way.settings
     return {
         "preset": settings.preset if own is None else None,
         "batch": settings.batch,
         "accumulation": settings.accumulation,
         "seq_len": settings.seq_len,
         "effective_batch": settings.effective_batch,
+        **_strategy_row(settings),
         "changes": way.changes,
+        "options": one.options,
         "training_unchanged": way.unchanged,
         "speed_class": way.pace.speed,
         "speed_basis": way.pace.basis,
         **peak_row(way.peak),
-        "host": host.row,
+        "host": one.host.row,
     }
 
 
@@ -201,9 +225,9 @@ def plan_text(
     assumed: list[str],
     peak: PlannedPeak,
     card: Card,
-    best: tuple[Settings, Need] | None,
+    best: Largest | None,
     least: tuple[Settings, PlannedPeak] | None,
-    found: Ways,
+    found: Sequence[Proposal],
     measured: str | None,
 ) -> Iterator[str]:
     yield from heading(settings, own, assumed)
@@ -220,10 +244,17 @@ def plan_text(
         if least is not None:
             yield f"smallest    {least[0].split_text}: ~{_share(least[1], card)}"
     else:
-        size = units.size(peak_of(best[1], card).bytes)
-        yield f"largest     {best[0].split_text}: {size}, safe, and keeps the effective batch"
-    for way, of_host in found:
-        yield f"or          {_way_text(way, own)}{_host_words(of_host)}"
+        size = units.size(peak_of(best.need, card).bytes)
+        yield f"largest     {best.settings.split_text}: {size}, safe, and keeps the effective batch"
+        yield from _added(best.options)
+    for one in found:
+        yield f"or          {_way_text(one.way, own)}{_host_words(one.host)}"
+        yield from _added(one.options)
+
+
+def _added(options: Sequence[str] | None) -> Iterator[str]:
+    if options:
+        yield f"add         {shlex.join(options)}"
 
 
 @wraps_on_terminal
@@ -236,6 +267,39 @@ def bound_text(bound: Bound, card: Card) -> Iterator[str]:
         yield "fits        no: this alone is more than there is"
     elif total is not None:
         yield "fits        not known: the peak is higher"
+
+
+@wraps_on_terminal
+def instead_text(instead: Instead | None, tried: Sequence[str]) -> Iterator[str]:
+    """What to do where none of the settings that were tried fits."""
+    listed = separator(", ").join(map(tr, tried))
+    yield f"tried       {listed}: nothing of it fits this GPU and host with this method"
+    if instead is None:
+        yield "instead     take a smaller model"
+        return
+    after, on_gpu, of_host = instead.settings, units.size(instead.peak.bytes), units.size(instead.host_bytes)
+    options, shape = shlex.join(instead.options), f"{after.split_text}{separator(', ')}T {after.seq_len}"
+    if after.method == "qlora":
+        yield (
+            f"instead     {options} trains adapters on a base in 4 bits, {shape}: "
+            f"~{on_gpu} of GPU memory, ~{of_host} of host memory"
+        )
+    else:
+        yield f"instead     {options} trains adapters, {shape}: ~{on_gpu} of GPU memory, ~{of_host} of host memory"
+
+
+def instead_row(instead: Instead | None) -> dict[str, Any] | None:
+    if instead is None:
+        return None
+    settings = instead.settings
+    names = ("preset", "batch", "accumulation", "seq_len")
+    return {
+        **_strategy_row(settings),
+        **{name: getattr(settings, name) for name in names},
+        "options": instead.options,
+        **peak_row(instead.peak),
+        "host_peak_bytes": instead.host_bytes,
+    }
 
 
 def _parts(components: Mapping[str, int], *, measured_context: bool = False) -> str:
@@ -278,13 +342,13 @@ def _at_most(peak: PlannedPeak, card: Card) -> str:
 
 def train_command(recipe: str, model: str, preset: str | None, values: Mapping[str, str], processes: int) -> str:
     """The command that trains what is planned. FILE: the data, which a plan does not need."""
-    words = ["memtop train", recipe, f"--set {quote(f'model.path={model}')}"]
+    words = ["memtop train", recipe, f"--set {shlex.quote(f'model.path={model}')}"]
     if "data.train" not in values:
         words.append("--set data.train=FILE")
     if preset is not None:
         words.append(f"--preset {preset}")
     for name, value in values.items():
-        words.append(f"{OPTIONS[name]} {value}" if name in OPTIONS else f"--set {quote(f'{name}={value}')}")
+        words.append(f"{OPTIONS[name]} {value}" if name in OPTIONS else f"--set {shlex.quote(f'{name}={value}')}")
     if processes > 1:
         words.append(f"--gpus free:{processes}")
     return " ".join(words)
@@ -296,13 +360,16 @@ def _band(band: Band) -> str:
 
 def _way_text(way: Way, own: TrainerCommand | None) -> str:
     same = "training is unchanged" if way.unchanged else "changes training"
+    if way.nearly:
+        same = "training is not exactly the same"
     head = way.settings.split_text if own is not None else f"{way.settings.split_text}{separator(', ')}{_named(way)}"
     changes = separator("; ").join(map(tr, way.changes))
     size, least, most = map(units.size, (way.peak.bytes, way.peak.least, way.peak.most))
+    size = f"~{size}" if way.peak.basis == "estimate" else size
     speed = speed_words(way.pace.speed)
     if changes:
-        return tr(f"{head} ({changes}): ~{size}, between {least} and {most}; {same}; {speed}")
-    return tr(f"{head}: ~{size}, between {least} and {most}; {same}; {speed}")
+        return tr(f"{head} ({changes}): {size}, between {least} and {most}; {same}; {speed}")
+    return tr(f"{head}: {size}, between {least} and {most}; {same}; {speed}")
 
 
 def _host_words(host: PlannedHost) -> str:
@@ -319,53 +386,54 @@ def _named(way: Way) -> str:
 
 def print_all(rows: list[PresetRow], hosts: list[PlannedHost], card: Card, *, as_json: bool) -> None:
     if as_json:
-        print_json([{**_preset_row(*row, card), "host": host.row} for row, host in zip(rows, hosts, strict=True)])
+        print_json([{**_preset_row(row, card), "host": host.row} for row, host in zip(rows, hosts, strict=True)])
         return
     known = {
-        place: _cells(look, peak_of(need, card), host)
-        for place, ((look, need, _), host) in enumerate(zip(rows, hosts, strict=True))
-        if isinstance(need, Need)
+        place: _cells(row.name, row.settings, row.pace, peak_of(row.need, card), host)
+        for place, (row, host) in enumerate(zip(rows, hosts, strict=True))
+        if isinstance(row.need, Need) and row.settings is not None and row.pace is not None
     }
     widths = [max(cell_len(tr(cell)) for cell in column) for column in zip(*known.values(), strict=True)]
-    for place, (look, need, why) in enumerate(rows):
-        name = look.preset.name
+    for place, (name, settings, need, why, _) in enumerate(rows):
         if place in known:
             cells = enumerate(zip(known[place], widths, strict=True))
             padded = ((cell, -width if at in _NUMBERS else width) for at, (cell, width) in cells)
             print_lines(*for_terminal([row(*padded, between="  ")]))
-        elif isinstance(need, Bound):
-            print_lines(f"{name:16} {look.kept.split_text:12} bound: at least {units.size(need.bytes)}: {why}")
+        elif isinstance(need, Bound) and settings is not None:
+            print_lines(f"{name:16} {settings.split_text:12} bound: at least {units.size(need.bytes)}: {why}")
         else:
             print_lines(f"{name:16} {units.UNKNOWN}: {why}")
 
 
-_NUMBERS = (2, 3)
+_NUMBERS = (3, 4)
 """The cells that are aligned to the right."""
 
 
-def _cells(look: Outlook, peak: PlannedPeak, host: PlannedHost) -> tuple[str, ...]:
-    size = units.size(peak.bytes)
+def _cells(name: str, settings: Settings, pace: Pace, peak: PlannedPeak, host: PlannedHost) -> tuple[str, ...]:
+    size, rank = units.size(peak.bytes), "" if settings.lora is None else f" r {settings.lora.r}"
     share = ("", "") if peak.fraction is None else (units.percent(peak.fraction), _band(peak.band))
     of_host = units.size(None if host.foreseen is None else host.foreseen.peak)
     band = band_of(host.fraction)
     seen = "" if band is Band.UNKNOWN else _band(band)
-    speed = speed_words(look.pace.speed)
-    return (look.preset.name, look.kept.split_text, size, *share, peak.basis, f"RAM {of_host}", seen, speed)
+    values = f"T {settings.seq_len}{rank}"
+    return (name, settings.split_text, values, size, *share, peak.basis, f"RAM {of_host}", seen, speed_words(pace.speed))
 
 
-def _preset_row(look: Outlook, need: Need | Bound | None, why: str, card: Card) -> dict[str, Any]:
-    settings = look.kept
-    row: dict[str, Any] = {"peak_bytes": None, "band": band_of(None).value, "reason": why}
+def _preset_row(one: PresetRow, card: Card) -> dict[str, Any]:
+    settings, need = one.settings, one.need
+    row: dict[str, Any] = {"peak_bytes": None, "band": band_of(None).value, "reason": one.why}
     if isinstance(need, Need):
         row = peak_row(peak_of(need, card))
     elif need is not None:
-        row = bound_row(need, card) | {"reason": why}
+        row = bound_row(need, card) | {"reason": one.why}
     return {
-        "preset": look.preset.name,
-        "batch": settings.batch,
-        "accumulation": settings.accumulation,
-        "seq_len": settings.seq_len,
-        "speed_class": look.pace.speed,
-        "speed_basis": look.pace.basis,
+        "preset": one.name,
+        "batch": None if settings is None else settings.batch,
+        "accumulation": None if settings is None else settings.accumulation,
+        "seq_len": None if settings is None else settings.seq_len,
+        "speed_class": None if one.pace is None else one.pace.speed,
+        "speed_basis": [one.why] if one.pace is None else one.pace.basis,
+        "options": ["--preset", one.name],
+        **({} if settings is None else _strategy_row(settings)),
         **row,
     }

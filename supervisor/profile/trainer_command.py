@@ -14,6 +14,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from memtop.presets import Settings
+from memtop.presets.comparison import given
+from memtop.presets.fields import differing, value_of
 from memtop.presets.program_profiles import ByFile
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.profile.config_text import has_key, value_in
@@ -28,8 +31,8 @@ _DEFAULT_BATCH = 8
 _MISSPELT = 0.9
 """Names this similar are one option. Those of the Trainer itself are less so."""
 _OPTIMIZERS = {
-    "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
+    "adamw_torch": "adamw",
     "adamw_8bit": "adamw_8bit",
     "adamw_bnb_8bit": "adamw_8bit",
     "paged_adamw_8bit": "paged_adamw_8bit",
@@ -70,6 +73,7 @@ _TRL = _Defaults("TRL", "trl sft", True, True, length=1024, rank=16, alpha=2, dr
 _LLAMA_FACTORY = _Defaults(
     *("LLaMA-Factory", "llamafactory-cli train", True), length=2048, rank=8, alpha=2, targets="all", narrow_norms=True
 )
+_OWN_LENGTH = {"TRL": "max_length", "LLaMA-Factory": "cutoff_len"}
 _OFF = ("false", "no", "0", "", "none")
 _FILES = tuple(ByFile(flags=flags, kind=kind, key="-") for flags in ((), ("--config",)) for kind in ("json", "yaml"))
 """How a command names the file with its options: as an argument, or with --config."""
@@ -144,6 +148,27 @@ def trainer_command(
         ddp=ddp,
         assumed=tuple(assumed),
     )
+
+
+def added_options(words: tuple[str, ...], cwd: str, before: Settings, after: Settings) -> list[str] | None:
+    """What to add to a command that trains with `before`, so that it trains with `after`; None if
+    memtop knows no option for one of the settings that differ."""
+    options, found = _Options(words, cwd), []
+    names = {
+        "batch": options.named(*_BATCH) or _BATCH[0],
+        "accumulation": _ACCUMULATION,
+        "seq_len": options.named(*_LENGTH) or _OWN_LENGTH.get(options.defaults.of),
+        "gradient_checkpointing": _CHECKPOINTING[0],
+        "optimizer": "optim",
+    }
+    for setting in differing(before, after):
+        name, text = names.get(setting), given(value_of(after, setting))
+        if setting == "optimizer":
+            text = next((option for option, kind in reversed(_OPTIMIZERS.items()) if kind == text), "")
+        if not name or not text:
+            return None
+        found += [f"{name}={text}"] if options.defaults is _LLAMA_FACTORY else [f"--{name}", text]
+    return found
 
 
 class _Options:
@@ -224,6 +249,10 @@ class _Options:
                 value = value_in(text, way.kind, name)
                 return None if value is None else str(value)
         return None
+
+    def named(self, *names: str) -> str | None:
+        """Which of these names the command or its file gives."""
+        return next((name for name in names if name in self._given or self.has(name)), None)
 
     def misspelt(self) -> list[str]:
         """What the command gives under a name that is nearly that of an option read here."""

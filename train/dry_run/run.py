@@ -11,15 +11,11 @@ from typing import Any
 
 import msgspec
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memtop.presets.allocator import MIB, Allocator, CannotFit
-from memtop.presets.estimate import wrong_value
+from memtop.presets.checks import wrong_value
 from memtop.presets.schema import Zero
 from memtop.presets.sequence import Phase
 from memtop.train import BadInputError, UnknownModelError, objective
@@ -346,9 +342,9 @@ def _engine(
 def ring_bytes(training: Training, model: Any) -> int:
     """Of the buckets through which several processes sum their gradients without ZeRO; 0 with one
     process. Those of the built-in trainer hold only small gradients."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if training.world_size == 1:
         return 0
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if training.ddp:
         return sum(parameter.nbytes for parameter in parameters)
     sizes = [bucket.size_bytes for bucket in plan_buckets(parameters, BUCKET_BYTES)]
