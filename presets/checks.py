@@ -148,8 +148,8 @@ def _check_task(settings: Settings, kind: str) -> None:
 _OF_PEFT = {"gpt2": "c_attn"}
 """The targets that peft takes if none are given, of architectures whose layers have other names
 than those of Llama."""
-_OUTER = ("lm_head", "embed_tokens", "shared", "wte", "wpe")
-"""Layers around the others, which can have an adapter, too."""
+_OUTER = ("lm_head", "embed_tokens", "shared", "wte", "wpe", "relative_attention_bias", "gate", "q_attn")
+"""Others that can have an adapter, in some versions of transformers."""
 
 
 def _missing_targets(settings: Settings, config: Mapping[str, Any]) -> list[str]:

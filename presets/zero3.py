@@ -229,6 +229,8 @@ class Stage3(Sharded):
         if unit.matrices:
             self._sequence.on_module = partial(self._at_module, unit)
             return
+        # Modules between the layers have only norms.
+        self._sequence.on_module = partial(self._at_module, Unit(()))
         for piece in self._pieces[unit]:
             self._use(piece)
 

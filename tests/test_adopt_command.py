@@ -247,6 +247,17 @@ def test_states_in_a_folder_below_that_of_the_command_are_found(strangers: Stran
     assert (document["updates"], document["attempts"][0]["start_updates"], document["program"]["resumes"]) == (100, 20, True)
 
 
+def test_folders_of_several_trainings_are_not_told_apart(strangers: Strangers, runs: Runs) -> None:
+    option = 'parser.add_argument("--output_dir")\nresumed'
+    text = LOOP.replace("\nresumed", "\n" + option, 1).replace('f"states/', 'f"{parser.parse_args().output_dir}/exp1/')
+    pid = strangers.start(text, "--output_dir", "out")
+    wait_for(lambda: "step 25/" in strangers.output)
+    shutil.copytree(strangers.folder / "out/exp1/step_20", strangers.folder / "out/exp2/step_90")
+    refused = runs.memtop("adopt", str(pid), "--yes", "--detach", status=2).stderr
+    assert f"there are checkpoints in several folders: {strangers.folder}/out/exp1, " in refused
+    assert alive(pid)
+
+
 def test_it_waits_for_a_save_that_goes_on(strangers: Strangers, runs: Runs) -> None:
     slow = """part = pathlib.Path(_[-1], "part")
     while done == 20 and not pathlib.Path("go").exists():

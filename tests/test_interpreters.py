@@ -407,7 +407,7 @@ def test_a_proof_is_read_from_what_an_old_python_answers() -> None:
         ("num_key_value_heads=3", "num_key_value_heads 3: does not divide num_attention_heads 4"),
         ("head_dim=5", "head_dim 5: must be even; without it, it is hidden_size / num_attention_heads"),
         ("hidden_size=12", "head_dim 3: must be even; without it, it is hidden_size / num_attention_heads"),
-        ("hidden_act=Silu", "hidden_act Silu: transformers {} has no such function; did you mean silu?"),
+        ("hidden_act=Silu", 'hidden_act "Silu": transformers {} has no such function; did you mean silu?'),
     ],
 )
 def test_a_model_that_no_trainer_takes_is_refused_before_a_run_is_created(runs: Runs, value: str, said: str) -> None:

@@ -13,7 +13,7 @@ from memtop.cli.configuration import configured
 from memtop.cli.installing import install, install_extra
 from memtop.cli.output import print_message
 from memtop.presets.checks import DECODERS, TABLES, did_you_mean, wrong_value
-from memtop.presets.parameters import stored_config
+from memtop.presets.parameters import as_stored, stored_config
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.interpreters import NEEDED, OLDEST, Interpreter, Named, Proof, Search, find, folder_of, missing_in
@@ -133,7 +133,7 @@ def _refused_by_transformers(python: Interpreter, config: Mapping[str, Any], *, 
         wrong = theta is not None and not (type(theta) in (int, float) and theta > 0)
         rotates = kind in DECODERS and kind not in TABLES
         if wrong and rotates and _ROPE in (folder / "modeling_rope_utils.py").read_text(encoding="utf-8"):
-            return f"model.config.rope_parameters.rope_theta {theta}: must be a number above 0"
+            return f"model.config.rope_parameters.rope_theta {as_stored(theta)}: must be a number above 0"
         return _unknown_function(config, folder, name, which)
     except (OSError, ValueError):
         return None  # It has other files: the trainer finds out.
@@ -148,7 +148,8 @@ def _unknown_function(config: Mapping[str, Any], folder: Path, name: str, which:
     for setting in used if "silu" in known else ():
         value = config.get(setting)
         if isinstance(value, str) and value not in known:
-            return f"model.config.{setting} {value}: transformers {which} has no such function{did_you_mean(value, known)}"
+            near, value = did_you_mean(value, known), as_stored(value)
+            return f"model.config.{setting} {value}: transformers {which} has no such function{near}"
     return None
 
 

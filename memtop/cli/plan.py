@@ -173,7 +173,7 @@ def plan(
                 print_message(f"memtop: faster and slower: than preset {settings.preset} with {asked}")
             return 0
         path = None if model is None or own is not None else str(settings.model["path"])
-        begins = path and train_command(settings.recipe, path, preset, values, settings.world_size)
+        begins = path and train_command(settings, path, preset, values)
         _print_one(settings, typed, question, begins, assumed, card, answers, host_ram, machine, as_json=as_json)
         if is_chosen and card.total_bytes is not None:
             # Without the estimated peaks by which it was chosen: a dry run foresees others.

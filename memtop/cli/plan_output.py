@@ -340,17 +340,17 @@ def _at_most(peak: PlannedPeak, card: Card) -> str:
     return separator("; ") + tr(f"at most {units.percent(fraction)} {_band(band)}")
 
 
-def train_command(recipe: str, model: str, preset: str | None, values: Mapping[str, str], processes: int) -> str:
+def train_command(settings: Settings, model: str, preset: str | None, values: Mapping[str, str]) -> str:
     """The command that trains what is planned. FILE: the data, which a plan does not need."""
-    words = ["memtop train", recipe, f"--set {shlex.quote(f'model.path={model}')}"]
-    if "data.train" not in values:
+    words = ["memtop train", settings.recipe, f"--set {shlex.quote(f'model.path={model}')}"]
+    if not settings.data.get("train"):
         words.append("--set data.train=FILE")
     if preset is not None:
         words.append(f"--preset {preset}")
     for name, value in values.items():
         words.append(f"{OPTIONS[name]} {value}" if name in OPTIONS else f"--set {shlex.quote(f'{name}={value}')}")
-    if processes > 1:
-        words.append(f"--gpus free:{processes}")
+    if settings.world_size > 1:
+        words.append(f"--gpus free:{settings.world_size}")
     return " ".join(words)
 
 

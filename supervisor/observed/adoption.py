@@ -102,9 +102,15 @@ def hold_of(adoption: Adoption, spec: RunSpec, run: Path, profiles: Iterable[Pro
     grip = replace(grip, since=adoption.started)
     newest = grip_checkpoints.newest_for(run, grip, grip.since)
     if newest is None or not newest.complete:
-        below = grip_checkpoints.newest_for(run, replace(grip, seen=_below(grip)), grip.since)
-        if below is not None and below.complete:
-            newest, grip = below, grip.with_seen_at(below.path)
+        tried = (grip_checkpoints.newest_for(run, replace(grip, seen=(path,)), grip.since) for path in _below(grip))
+        below = [one for one in tried if one is not None and one.complete]
+        if len({Path(one.path).parent for one in below}) > 1:
+            # Of several trainings: which of them this one is, is not known.
+            places = ", ".join(sorted({str(Path(one.path).parent) for one in below}))
+            return f"there are checkpoints in several folders: {places}; which are its own is not known"
+        if below:
+            newest = max(below, key=lambda one: one.saved_at or 0.0)
+            grip = grip.with_seen_at(newest.path)
     if newest is None or not newest.complete:
         problem = "" if newest is None or newest.problem is None else f" ({newest.problem})"
         return f"it has saved no complete checkpoint since its start{problem} (profile {chosen.profile.name})"

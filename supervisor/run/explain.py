@@ -88,6 +88,7 @@ def outcome(
     external: bool,
     end_rank: int = 0,
     lost: str | None = None,
+    trained: bool = False,
 ) -> tuple[Phase, str | None, dict[str, Any] | None]:
     """How an attempt ended: the run's next phase, the reason in one line, and a diagnosis if it
     failed.
@@ -95,7 +96,8 @@ def outcome(
     `end`: the program's last report, by rank `end_rank`; `status`: its exit status (negative for a
     signal, None if not known); `external`: it is not the built-in trainer, which is only believed
     to have finished if it reported so: exit status 0 alone proves nothing. `lost`: which
-    checkpoint of it is gone (`gone`).
+    checkpoint of it is gone (`gone`). `trained`: its training is complete, and it has no checkpoint
+    from which it could do the rest.
     """
     reported = end.outcome if end else None
     unsaved = not_saved(end)
@@ -103,7 +105,7 @@ def outcome(
         return Phase.FAILED, unsaved, {"summary": unsaved, "evidence": list(log.lines)}
     if reported == "finished" and status in (0, None):
         return Phase.FINISHED, None, None
-    if reported == "finished" and external and phase in (Phase.STOPPING, Phase.RESTARTING):
+    if trained and phase in (Phase.STOPPING, Phase.RESTARTING):
         return Phase.FINISHED, "its training was complete before the program was stopped", None
     if phase in (Phase.STOPPING, Phase.RESTARTING):
         return Phase.STOPPED, stopped_words(status, saved=reported == "stopped", lost=lost), None

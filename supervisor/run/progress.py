@@ -241,8 +241,11 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_trained(self) -> bool:
-        """Whether the training has reported that it is complete. Its program may still run."""
-        return self.end is not None and self.end.outcome == "finished"
+        """Whether the training has reported that it is complete, and no update is missing. Its
+        program may still run."""
+        update, total = self.update, self.total_updates
+        is_short = update is not None and total is not None and update < total
+        return self.end is not None and self.end.outcome == "finished" and not is_short
 
     @property
     def at_the_end(self) -> bool:

@@ -18,7 +18,7 @@ from memtop.supervisor.run.grip import Grip, consequences, rate_at, shape_key
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.rules.prevention import advised
 from memtop.supervisor.run.state import state_file
-from memtop.supervisor.wire import Change, Checkpoint, Outcome, Phase, Restart
+from memtop.supervisor.wire import Change, Checkpoint, Outcome, Phase, Restart, Stop
 from tests.run.brain import RUN, Brain, end, proposal, row, states, taken_over, training
 
 GRIP = Grip(output_dir="/out", batch=8, accumulation=2, since=RUN.created)
@@ -268,6 +268,22 @@ def test_a_training_that_is_complete_and_has_saved_nothing_begins_from_zero_only
     late.report(step, {"type": "end", "outcome": "finished"})
     end(late, -2)
     assert (late.model.phase, late.model.reason, late.asked(Launch)) == (Phase.FINISHED, AGAIN, [])
+
+
+@pytest.mark.parametrize(("update", "saved", "words"), [(5, SAVED, "final save"), (3, None, "updates are missing")])
+def test_a_stopped_program_is_not_finished_while_something_is_left_for_it(
+    update: int, saved: Checkpoint | None, words: str
+) -> None:
+    """It can do the rest from its checkpoint, or its own handler ended its training early."""
+    brain = trains()
+    brain.report({"type": "plan", "updates": 0, "total_updates": 5}, {"type": "step", "update": update})
+    brain.report({"type": "end", "outcome": "finished"})
+    brain.tell(Requested(client=1, request=Stop(id=1), states=replace(brain.model.states, program=saved)))
+    end(brain, -2)
+    assert brain.model.phase is Phase.STOPPED, words
+    if saved is not None:
+        request(brain, Change(assignments={"eval_batch": "1"}), saved)
+        assert brain.asked(Launch)[-1].knobs == {"eval_batch": 1}
 
 
 def test_a_longer_training_keeps_its_new_length() -> None:

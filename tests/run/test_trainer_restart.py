@@ -148,7 +148,9 @@ def test_checkpoints_in_a_folder_below_that_of_the_arguments_are_found(runs: Run
     save(below, 40)  # of an earlier run
     os.utime(below / "checkpoint-40/trainer_state.json", (1e9, 1e9))
     answer = restart(runs, "saves-below")
-    assert re.match("restarting from the program's checkpoint at update 1[0-9], or a newer one; ", answer)
+    # Of saves that follow each other quickly, only some are examined.
+    known = "program's checkpoint at update 1[0-9], or a newer one|checkpoint that the program saves now"
+    assert re.match(f"restarting from the ({known}); ", answer)
     document = runs.wait("a", lambda d: d["state"] == "finished")
     assert has_trained_on_all(updates(runs))
     assert (document["checkpoint"]["path"], document["program"]["resumes"]) == (f"{below}/checkpoint-48", True)

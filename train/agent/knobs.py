@@ -141,12 +141,15 @@ class Knobs:
         if checkpoint is None:
             return None
         # A subclass may choose a folder below that of its arguments.
-        if not self._is_meant(trainer.args) and _place(trainer._get_output_dir(None)) != self._output_dir:
-            return None
+        folder = trainer.args.output_dir
+        if not self._is_meant(trainer.args):
+            folder = trainer._get_output_dir(None)
+            if _place(folder) != self._output_dir:
+                return None
         self._resume = None
         if worker_restarts().get("restarts"):
             with _told("its newest checkpoint is not known"):
-                checkpoint = saved_since(checkpoint, trainer.args.output_dir)
+                checkpoint = saved_since(checkpoint, folder)
         return checkpoint
 
 

@@ -24,6 +24,8 @@ STEADY_SECONDS = 5.0
 """A file of an unknown format counts as whole when it was not written for so long."""
 LIGHTNING = ".ckpt"
 """How the name of a checkpoint of Lightning ends; a folder with FSDP or DeepSpeed."""
+_OF_LIGHTNING = (".metadata", "*.distcp", "latest", "*/*_states.pt")
+"""What is only in its folders."""
 _PICKLE_BYTES = 64 << 20
 _HEADER_BYTES = 100 << 20
 """The largest header of a safetensors file."""
@@ -74,9 +76,12 @@ def why_no_whole_folder(folder: Path) -> str | None:
 
     FSDP writes its shards, then `.metadata`, which names them, and `meta.pt` at the end. Of
     DeepSpeed, the first rank writes `latest` after its own files, and names the folder with those
-    of all ranks in it; other ranks may still write theirs then.
+    of all ranks in it; other ranks may still write theirs then. A folder of another kind is not
+    judged.
     """
     values = values_file(folder)
+    if not any(file for pattern in _OF_LIGHTNING for file in folder.glob(pattern)):
+        return None if any(folder.iterdir()) else f"{values} is missing: the save was interrupted"
     last = values if values.name == "meta.pt" else folder / "latest"
     try:
         if last == values:

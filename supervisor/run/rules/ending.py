@@ -53,8 +53,16 @@ def leftovers_cleared(model: Model, event: LeftoversCleared) -> Model:
     progress, status = model.progress, attempt.exit_status
     lost = None if gone is None else explain.gone(gone, model.update, newest)
     external = model.settings is None
+    trained = external and progress.is_trained and not (newest is not None and newest.complete)
     phase, reason, diagnosis = explain.outcome(
-        event.log, progress.end, status, model.phase, external=external, end_rank=progress.end_rank, lost=lost
+        event.log,
+        progress.end,
+        status,
+        model.phase,
+        external=external,
+        end_rank=progress.end_rank,
+        lost=lost,
+        trained=trained,
     )
     if phase is Phase.STOPPED and model.phase is Phase.STOPPING and (unsaved := lost_by_stop(model)) is not None:
         reason = f"{reason}; {unsaved}"

@@ -70,7 +70,7 @@ def _check_length(model: Model, change: Change, knobs: dict[str, str]) -> None:
     at = _saved_after(model, saved) if saved is not None and has_saved else 0 if finished else None
     saves = model.alive and saves_when_stopped(model.settings, model.progress.offers)
     done = done_after_stop(at, model.update, saves=saves, finished=finished)
-    if done is None or length is None or done < length or (not has_saved and _position_given(change)):
+    if done is None or length is None or done < length or _position_given(change):
         return
     if total is not None and length < total and done < total:
         raise UsageError(explain.nothing_would_be_left(done, length))
