@@ -29,7 +29,7 @@ PLACE = Path("/tmp/survival")
 COLUMNS, ROWS = 110, 34
 MIB = 1 << 20
 _SETTINGS = ("batch=8", "accumulation=4", "model.config.hidden_size=96", "save_every=5")
-_FASTER = 2.0
+_FASTER = 1.4
 """How much faster than the recording the picture is."""
 _LONGEST = 1.2
 """Seconds between two changes of the picture."""

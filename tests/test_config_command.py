@@ -152,7 +152,7 @@ def test_a_run_takes_its_options_from_the_configuration(runs: Runs) -> None:
         "--max-updates",
         "1",
         "--set",
-        "model.config.hidden_act=nope",
+        "model.config.pad_token_id=999999",
         status=2,
     )
     spec = json.loads((runs.path / "b/run.json").read_bytes())

@@ -81,7 +81,7 @@ def test_a_run_of_an_external_command_cannot_be_exported(runs: Runs) -> None:
     assert runs.memtop("export", "own", "model", status=2).stderr == (
         "memtop: RUN own: is your own program: memtop does not know how it saves its model\n"
     )
-    runs.memtop("train", "--headless", "--name", "broken", "--set", "model.config.hidden_act=nope", status=2)
+    runs.memtop("train", "--headless", "--name", "broken", "--set", "model.config.pad_token_id=999999", status=2)
     for command in (("export", "broken", "model"), ("sample", "broken", "prompt")):
         assert "train_latest_state: no state was saved yet; `memtop checkpoint` saves one" in (
             runs.memtop(*command, status=2).stderr

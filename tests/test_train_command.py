@@ -538,10 +538,10 @@ def test_a_missing_tracker_is_named_before_anything_starts(monkeypatch: pytest.M
 
 
 def test_a_model_that_cannot_be_built_is_wrong_usage_of_one_line(runs: Runs) -> None:
-    done = runs.memtop("train", "--headless", "--set", "model.config.hidden_act=nope", "--set", "device=cpu", status=2)
+    done = runs.memtop("train", "--headless", "--set", "model.config.pad_token_id=999999", "--set", "device=cpu", status=2)
     assert done.stderr.splitlines()[-1] == (
         "memtop: run first-run: failed (exit status 2: model.config: no llama model works with these values: "
-        "KeyError: 'nope'); memtop show first-run"
+        "AssertionError: Padding_idx must be within num_embeddings); memtop show first-run"
     )
     assert "Traceback" not in done.stderr
     assert "Traceback" not in (runs.path / "first-run/attempts/0001/output.log").read_text()
