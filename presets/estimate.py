@@ -173,15 +173,14 @@ class _Run:
         reserved = max(reserved for _, reserved in by_phase.values())
         above = round(_ABOVE * reserved)
         reserved = above if self.capacity is None or reserved > self.capacity else min(above, self.capacity)
-        units = self._places().units
         return Estimate(
             allocated=sum(components.values()),
             reserved=reserved,
             peaks=peaks,
             peak_phase=top,
             components=components,
-            numbers=sum(one.numbers for unit in units for one in unit.parameters),
-            trained=sum(unit.count for unit in units),
+            numbers=sum(one.numbers for unit in self.units for one in unit.parameters),
+            trained=sum(unit.count for unit in self.units),
         )
 
     # --- the model's parts
@@ -275,7 +274,8 @@ class _Run:
         settings, numbers, tail = self.settings, self.numbers, self.tail
         sequence = self.sequence = Sequence()
         places = self._places()
-        engine = self._engine(places.units, rank)
+        self.units = places.units
+        engine = self._engine(self.units, rank)
         engine.load()
         workspace = 0 if self.generation == CPU else 32 * _MIB if self.generation >= 90 else 8_519_680
         head, width = places.head or places.embeddings, self.tokens * self.shape.hidden

@@ -56,6 +56,11 @@ class Layer(Tape):
                 own.after = (*own.after, event + 3)
         return result
 
+    def _saved_with(self, result: Tensor) -> None:
+        """DeepSpeed's linear layers save their operands when they have a result."""
+        if self.numbers.replaces_linear and result.node is not None:
+            self.last_saved = len(self.events)
+
     def cast(self, x: Tensor, item: int) -> Tensor:
         return x if x.item == item else self._result(x.count, item, ((x, 0, x.item),))
 
@@ -197,9 +202,7 @@ class Layer(Tape):
             kept = narrow if numbers.full or numbers.replaces_linear else None
             saved = (kept, copy) if bias else (copy, kept)
             found = self._result(count, compute, operands, saved, weights, gives_views=True, weights_first=first)
-            if numbers.replaces_linear and found.node is not None:
-                # What DeepSpeed's saves is saved when there is a result.
-                self.last_saved = len(self.events)
+            self._saved_with(found)
             self.product()
             del narrow, copy, operands, kept, saved
         self.end(module, found)
@@ -232,8 +235,7 @@ class Layer(Tape):
             narrow = self.cast(x, kind)
             operands = [(narrow, 0, kind), *([] if copy is None else [(copy, 0, kind)])]
             found = self._result(count, kind, operands, (copy, narrow), weights, gives_views=True)
-            if numbers.replaces_linear and found.node is not None:
-                self.last_saved = len(self.events)
+            self._saved_with(found)
             self.product()
             del narrow, operands
             return self.end(module, found)

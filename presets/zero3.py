@@ -20,7 +20,7 @@ from memtop.presets.zero import Sharded
 _GATHERING, _REDUCING = 1, 2
 """ZeRO-3 gathers and reduces on CUDA streams of its own. Stream 0 computes."""
 _CHECKPOINT = -1
-"""Uses a layer's frozen weights, beside its modules, while it runs the layer again."""
+"""A user of a layer's frozen weights: what runs the layer again for its backward pass."""
 
 
 class Gathered(msgspec.Struct, eq=False):

@@ -176,7 +176,7 @@ def plan(
         begins = path and train_command(settings, path, preset, values)
         _print_one(settings, typed, question, begins, assumed, card, answers, host_ram, machine, as_json=as_json)
         if is_chosen and card.total_bytes is not None:
-            # Without the estimated peaks by which it was chosen: a dry run foresees others.
+            # The estimated peaks that chose it are left out: a dry run foresees other ones.
             name, free = settings.preset, units.size(card.total_bytes - card.others_bytes)
             print_message(f"memtop: preset {name} is chosen for {free} of free GPU memory; --preset NAME chooses another")
             if differs := of_named_preset(question, settings):

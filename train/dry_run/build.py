@@ -80,7 +80,7 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     buckets, or with those of `ddp`."""
     ddp: bool = False
     """torch's DistributedDataParallel sums the gradients. When it is made it allocates buckets for
-    all of them, and unless it is told to, it does not make the gradients views of the buckets."""
+    all of them. By default, gradients are not views of these buckets."""
     rank: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Which of these processes. With ZeRO-1 and 2 the first one often needs the most memory, and
     the last one if the head has weights of its own."""
